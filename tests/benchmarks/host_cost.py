@@ -241,8 +241,8 @@ async def append_ms(outputs: Sequence[SequenceOutput], stats: EngineStats, num_s
     figures = Figures(stats, 0.01, None, 5, is_busy=True)
     plain = PlainSequences()
     for output, command in zip(named, table.commands, strict=True):
-        if isinstance(command, AddGroup) and command.log:
-            plain.add(output.seq_id, command.log)
+        if isinstance(command, AddGroup) and command.log_handle:
+            plain.add(output.seq_id, command.log_handle)
     packing, appending = [], []
     for step in range(1 + num_steps):
         started = thread_time()

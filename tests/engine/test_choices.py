@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pagestream_engine import LLM, Choice, Engine, EngineConfig, SamplingParams, SequenceOutput
+from pagestream_engine import LLM, Choice, Engine, EngineConfig, Request, SamplingParams, SequenceOutput
 from pagestream_engine.sampling_params import child_seed
 from support.engines.tiny_models import random_prompts
 
@@ -111,7 +111,7 @@ def test_nobody_waits_while_seats_are_empty(llama: Path, policy: str) -> None:
     engine.add_request("stream", [5, 6, 7], SamplingParams(max_tokens=200, **greedy))
     engine.step()
     params = SamplingParams(n=12, max_tokens=4, seed=1, ignore_eos=True)
-    engine.add_group([9, 10], [Choice(f"choice {i}", params.for_child(1, i)) for i in range(12)])
+    engine.add(Request([9, 10], [Choice(f"choice {i}", params.for_child(1, i)) for i in range(12)]))
     engine.add_request("short", [20, 21], SamplingParams(max_tokens=2, **greedy), tenant="other")
     seen: dict[str, int] = {}
     for step in range(16):
@@ -128,7 +128,7 @@ def test_choices_of_the_first_class_displace_as_many_as_there_are(llama: Path) -
         engine.add_request(f"low {number}", [number + 1], params, priority=number % 2)
     engine.step()
     first = SamplingParams(n=3, max_tokens=40, seed=1, ignore_eos=True)
-    engine.add_group([9, 10], [Choice(f"first {i}", first.for_child(1, i)) for i in range(3)], priority=0)
+    engine.add(Request([9, 10], [Choice(f"first {i}", first.for_child(1, i)) for i in range(3)], priority=0))
     engine.step()
     assert {output.seq_id for _ in range(2) for output in engine.step()} == {"low 0", "low 2", "first 0", "first 1"}
     assert engine.stats().num_displaced == 2, "two of another class ran: both make room, and nobody else"
@@ -138,7 +138,7 @@ def test_choices_of_the_first_class_displace_as_many_as_there_are(llama: Path) -
 def test_choices_go_by_the_policy_as_requests_do(llama: Path, policy: str, num_before: int) -> None:
     engine = make_llm(llama, max_num_seqs=4, scheduling_policy=policy).engine
     many = SamplingParams(n=16, max_tokens=6, seed=1, ignore_eos=True)
-    engine.add_group([9, 10], [Choice(f"many {i}", many.for_child(1, i)) for i in range(16)], tenant="a")
+    engine.add(Request([9, 10], [Choice(f"many {i}", many.for_child(1, i)) for i in range(16)], tenant="a"))
     engine.add_request("one", [20, 21], SamplingParams(max_tokens=6, seed=1, ignore_eos=True), tenant="b")
     ended: list[str] = []
     while engine.has_unfinished_requests():
@@ -174,11 +174,11 @@ def test_a_resumed_group_goes_on_with_what_each_sibling_has(llama: Path, cut: in
     (prompt,) = random_prompts([21])
     config = EngineConfig.from_options({"dtype": "float32", "device": "cpu", "num_gpu_blocks_override": 64})
     first, second = Engine(llama, config), Engine(llama, config)
-    first.add_group(prompt, [Choice(str(child), params.for_child(5, child)) for child in range(3)])
+    first.add(Request(prompt, [Choice(str(child), params.for_child(5, child)) for child in range(3)]))
     whole = run(first)
     # As a log that was cut within a step: the later siblings have a token less.
     kept = {name: tokens[: cut - (index > 0)] for index, (name, tokens) in enumerate(whole.items())}
-    second.add_group(prompt, [Choice(name, params.for_child(5, int(name)), kept[name]) for name in whole])
+    second.add(Request(prompt, [Choice(name, params.for_child(5, int(name)), kept[name]) for name in whole]))
     rest = run(second)
     assert {name: kept[name] + rest[name] for name in whole} == whole
 
@@ -206,10 +206,10 @@ def test_siblings_hold_far_fewer_blocks_than_separate_requests(llama: Path) -> N
         params = SamplingParams(temperature=0.9, max_tokens=NUM_TOKENS, ignore_eos=True)
         siblings = [Choice(str(child), params.for_child(3, child)) for child in range(n)]
         if kind == "together":
-            engine.add_group(prompt, siblings)
+            engine.add(Request(prompt, siblings))
         else:
             for sibling in siblings:
-                engine.add_group([int(sibling.seq_id) + 3, *prompt[1:]], [sibling])
+                engine.add(Request([int(sibling.seq_id) + 3, *prompt[1:]], [sibling]))
         peaks[kind] = 0
         while engine.has_unfinished_requests():
             engine.step()

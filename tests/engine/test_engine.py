@@ -152,7 +152,7 @@ def test_a_displaced_search_needs_its_prompt_once(tmp_path: Path) -> None:
     engine = make_engine(tmp_path, num_gpu_blocks_override=400, max_num_seqs=16, scheduling_policy="priority")
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, use_beam_search=True, n=16)
     beams = [Choice(f"search/{place}", params.for_child(1, place), (), place) for place in range(16)]
-    engine.add_group([7] * 1000, beams, priority=2)
+    engine.add(Request([7] * 1000, beams, priority=2))
     for _ in range(5):
         engine.step()
     engine.add_request("urgent", [1, 2, 3], GREEDY)
@@ -171,7 +171,7 @@ def test_the_shortest_goes_first_and_a_search_is_as_long_as_it_may_get(tmp_path:
     engine.add_request("first", [1], replace(GREEDY, max_tokens=100))
     engine.step()
     params = replace(GREEDY, max_tokens=300, use_beam_search=use_beam_search)
-    engine.add_group([1, 2], [Choice("long", params.for_child(1, 0))])
+    engine.add(Request([1, 2], [Choice("long", params.for_child(1, 0))]))
     engine.add_request("short", [1, 2], replace(GREEDY, max_tokens=4))
     assert list(run(engine)) == ["first", "short", "long"]
 
@@ -180,7 +180,7 @@ def test_a_search_with_many_tokens_that_end_it_is_refused(tmp_path: Path) -> Non
     engine = make_engine(tmp_path, text=True)
     params = replace(GREEDY, use_beam_search=True, stop_token_ids=list(range(3, 70)))
     with pytest.raises(InvalidRequest, match="stop_token_ids: given 67 tokens that end an output, expected at most 64"):
-        engine.add_group([1, 2], [Choice("search", params.for_child(1, 0))])
+        engine.add(Request([1, 2], [Choice("search", params.for_child(1, 0))]))
 
 
 def test_a_repeated_prompt_is_found_in_the_cache(tmp_path: Path) -> None:
@@ -489,7 +489,7 @@ def siblings(n: int, params: SamplingParams, outputs: dict[int, list[int]] | Non
 def test_the_choices_of_a_prompt_are_one_group(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     prompt = list(range(1, 11))
-    engine.add_group(prompt, siblings(4, GREEDY))
+    engine.add(Request(prompt, siblings(4, GREEDY)))
     engine.step()
     assert engine.stats().num_prompt_tokens == 10
     outputs = run(engine)
@@ -502,7 +502,7 @@ def test_a_resumed_group_goes_on_exactly(tmp_path: Path, cut: int) -> None:
     engine = make_engine(tmp_path)
     whole = expected([5, 6])
     done = {0: whole[:cut], 1: whole[: cut // 2], 2: whole[: max(0, cut - 1)]}
-    engine.add_group([5, 6], siblings(3, GREEDY, done))
+    engine.add(Request([5, 6], siblings(3, GREEDY, done)))
     outputs = run(engine)
     for child, before in done.items():
         assert before + tokens(outputs[str(child)]) == whole
@@ -534,7 +534,7 @@ def test_a_group_is_added_whole_or_not_at_all(tmp_path: Path, bad: list[Choice],
     engine = make_engine(tmp_path)
     engine.add_request("good", [1, 2, 3], GREEDY)
     with pytest.raises(InvalidRequest, match=match):
-        engine.add_group([5], bad)
+        engine.add(Request([5], bad))
     engine.check_invariants()
     assert set(run(engine)) == {"good"}
 
@@ -550,7 +550,7 @@ def test_a_group_is_added_whole_or_not_at_all(tmp_path: Path, bad: list[Choice],
 def test_the_limits_of_words_are_named_as_they_were_given(tmp_path: Path, words: list[str], match: str | None) -> None:
     engine = make_engine(tmp_path, text=True)
     with pytest.raises(InvalidRequest, match=match) if match else nullcontext():
-        engine.add_group([5], [Choice("a", SamplingParams(bad_words=words))])
+        engine.add(Request([5], [Choice("a", SamplingParams(bad_words=words))]))
 
 
 class FailingRunner(ArithmeticRunner):
@@ -686,7 +686,7 @@ def test_waste_is_the_share_of_held_slots_without_a_token(tmp_path: Path) -> Non
     for name in "ab":
         engine.abort_request(name)
     assert engine.fragmentation() == 0.0
-    engine.add_group([3] * 10, siblings(3, GREEDY))
+    engine.add(Request([3] * 10, siblings(3, GREEDY)))
     engine.step()
     assert engine.fragmentation() == 2 / 12
     engine.step()
@@ -747,7 +747,7 @@ def test_a_search_goes_on_after_what_an_earlier_run_has_put_out(tmp_path: Path) 
     best = searched(prompt, params, ArithmeticFacts(), 128)
     engine = make_engine(tmp_path)
     given = [Choice("b", params, best[1][:5], index=1), Choice("c", params, [1, 1], index=2)]
-    engine.add_group(prompt, given)
+    engine.add(Request(prompt, given))
     outputs = run(engine)
     assert tokens(outputs["b"]) == best[1][5:]
     assert outputs["b"][-1].finish_reason == "length"
@@ -757,7 +757,7 @@ def test_a_search_goes_on_after_what_an_earlier_run_has_put_out(tmp_path: Path) 
 
 def test_a_search_whose_only_wanted_choices_are_aborted_ends(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
-    engine.add_group([1, 2, 3], [Choice("a", SEARCH), Choice("b", SEARCH)])
+    engine.add(Request([1, 2, 3], [Choice("a", SEARCH), Choice("b", SEARCH)]))
     engine.step()
     engine.abort_request("a")
     assert engine.has_unfinished_requests()
@@ -771,7 +771,7 @@ def test_a_search_whose_only_wanted_choices_are_aborted_ends(tmp_path: Path) -> 
 def test_the_likeliest_of_best_of_come_at_the_end(tmp_path: Path, ahead: bool) -> None:
     params = SamplingParams(best_of=4, seed=7, max_tokens=6, ignore_eos=True)
     engine = make_engine(tmp_path, async_scheduling=ahead)
-    engine.add_group([5], [Choice("a", params), Choice("b", params)])
+    engine.add(Request([5], [Choice("a", params), Choice("b", params)]))
     while not (outputs := engine.step()):
         engine.check_invariants()
     assert [output.seq_id for output in outputs] == ["a"] * 6 + ["b"] * 6
@@ -781,7 +781,7 @@ def test_the_likeliest_of_best_of_come_at_the_end(tmp_path: Path, ahead: bool) -
     assert second is not None
     assert first >= second
     assert engine.stats().num_free_blocks == 32
-    engine.add_group([5], [Choice("c", params, tokens(outputs)[6:9], index=1)])
+    engine.add(Request([5], [Choice("c", params, tokens(outputs)[6:9], index=1)]))
     assert tokens(run(engine)["c"]) == tokens(outputs)[9:]
 
 
@@ -797,7 +797,7 @@ def test_a_choice_that_has_ended_is_not_new_before_its_best_of_has(tmp_path: Pat
 
     config = EngineConfig.from_options({"block_size": 4, "num_gpu_blocks_override": 32})
     engine = Engine(make_folder(tmp_path), config, make_runner=lambda _, config: Runner(config, ArithmeticFacts()))
-    engine.add_group([5], [Choice("a", SamplingParams(best_of=4, seed=7, max_tokens=6, ignore_eos=True))])
+    engine.add(Request([5], [Choice("a", SamplingParams(best_of=4, seed=7, max_tokens=6, ignore_eos=True))]))
     for _ in range(3):
         engine.step()
     with pytest.raises(InvalidRequest, match="seq_id: given 'a', which is running"):
@@ -837,8 +837,8 @@ def test_the_words_of_a_group_are_spelled_once(tmp_path: Path) -> None:
     before = sys.getprofile()
     sys.setprofile(note)
     try:
-        engine.add_group([5], siblings(3, params))
-        engine.add_group([5], [Choice("other", replace(params, bad_words=["b"]))])
+        engine.add(Request([5], siblings(3, params)))
+        engine.add(Request([5], [Choice("other", replace(params, bad_words=["b"]))]))
     finally:
         sys.setprofile(before)
     assert spelled == [("ab",), ("b",)]
@@ -857,7 +857,7 @@ def test_what_has_ended_is_freed_without_the_garbage_collector(tmp_path: Path) -
     gc.disable()
     try:
         for _ in range(3):
-            engine.add_group([5, 6], siblings(3, GREEDY))
+            engine.add(Request([5, 6], siblings(3, GREEDY)))
             engine.add_request("stopped", [7], SamplingParams(max_tokens=50, stop=["a", "b", "c"]))
             engine.add_request("aborted", [8] * 9, GREEDY)
             engine.add_request("waiting", [9] * 9, GREEDY)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pagestream_engine import Choice, Engine, EngineConfig, OutOfMemory, SamplingParams, SequenceOutput
+from pagestream_engine import Choice, Engine, EngineConfig, OutOfMemory, Request, SamplingParams, SequenceOutput
 from pagestream_engine.plan import PendingResult, StepPlan
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder, undisturbed
 
@@ -114,7 +114,7 @@ def test_all_choices_of_the_request_fail_and_no_other(tmp_path: Path) -> None:
     engine, _ = make(tmp_path, {})
     engine.add_request("a", [1, 2, 3], GREEDY)
     choices = [Choice(f"huge-{child}", GREEDY.for_child(7, child)) for child in range(3)]
-    engine.add_group([HUGE, 5, 6, 7, 8], choices)
+    engine.add(Request([HUGE, 5, 6, 7, 8], choices))
     engine.add_request("b", [2, 2, 3], GREEDY)
     outputs = run(engine)
     assert_undisturbed(outputs["a"], [1, 2, 3])
@@ -126,7 +126,7 @@ def test_all_choices_of_the_request_fail_and_no_other(tmp_path: Path) -> None:
 def test_all_choices_of_best_of_fail_and_no_other_request(tmp_path: Path, n: int, best_of: int) -> None:
     engine, _ = make(tmp_path, {})
     params = replace(GREEDY, temperature=1.0, n=n, best_of=best_of)
-    engine.add_group([HUGE, *range(40)], [Choice(f"huge/{child}", params.for_child(7, child)) for child in range(n)])
+    engine.add(Request([HUGE, *range(40)], [Choice(f"huge/{child}", params.for_child(7, child)) for child in range(n)]))
     engine.add_request("small", [1, 2, 3], GREEDY)
     outputs = run(engine)
     assert_undisturbed(outputs.pop("small"), [1, 2, 3])

@@ -21,6 +21,7 @@ from pagestream_engine import (
     Engine,
     EngineConfig,
     InvalidRequest,
+    Request,
     SamplingParams,
     SequenceOutput,
     register_policy,
@@ -199,7 +200,7 @@ class GroupMachine(RuleBasedStateMachine):
             for child in range(n)
             if f"{number}/{child}" in self.expected
         ]
-        self.engine.add_group(prompt, siblings, priority=number % 3, tenant="ab"[number % 2])
+        self.engine.add(Request(prompt, siblings, priority=number % 3, tenant="ab"[number % 2]))
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())

@@ -45,7 +45,7 @@ class Owner:
 
     def add(self, seq_id: str, prompt: list[int] = PROMPT, *, then: Sequence[int] = (), log: int = 0) -> None:
         """Add a sequence that goes on after some tokens."""
-        self.thread.submit(AddGroup(prompt, [Choice(seq_id, PARAMS, list(then))], log=log))
+        self.thread.submit(AddGroup(prompt, [Choice(seq_id, PARAMS, list(then))], log_handle=log))
 
     async def tokens_of(self, seq_id: str) -> list[int | None]:
         """Wait for a sequence's end, and return its tokens."""

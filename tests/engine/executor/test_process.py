@@ -11,7 +11,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from pagestream_engine import Choice, ConfigError, Engine, EngineConfig, ExecutorDied, ExecutorError, SamplingParams
+from pagestream_engine import (
+    Choice,
+    ConfigError,
+    Engine,
+    EngineConfig,
+    ExecutorDied,
+    ExecutorError,
+    Request,
+    SamplingParams,
+)
 from support.engines.arithmetic_model import HOST_PAGE_BYTES, make_folder, undisturbed
 from support.engines.faulty_runners import (
     COMPUTING,
@@ -57,7 +66,7 @@ def add_requests(engine: Engine) -> Tokens:
     for number, prompt in enumerate(PROMPTS):
         params = SamplingParams(seed=number, max_tokens=12)
         siblings = [Choice(f"{number}/{child}", params.for_child(number, child)) for child in range(2)]
-        engine.add_group(prompt, siblings)
+        engine.add(Request(prompt, siblings))
         for sibling in siblings:
             seed = sibling.params.seed or 0
             expected[sibling.seq_id] = undisturbed(prompt, sibling.params, FACTS, engine.max_model_len, seed=seed)

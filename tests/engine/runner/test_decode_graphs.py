@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from pagestream_engine import Choice, ConfigError, Engine, EngineConfig, SamplingParams
+from pagestream_engine import Choice, ConfigError, Engine, EngineConfig, Request, SamplingParams
 from pagestream_engine.runner import CudaGraphRecorder, EagerRecorder, ModelRunner, Step
 from pagestream_engine.runner.graphs import graph_sizes
 from pagestream_engine.transfers import PackedUpload
@@ -84,7 +84,7 @@ def _generate(folder: Path, recorder: CountingRecorder | None, **options: Any) -
 
     engine = Engine(folder, config, make_runner=make_runner)
     for number, (prompt, params, n) in enumerate(_requests()):
-        engine.add_group(prompt, [Choice(f"{number}/{child}", params) for child in range(n)])
+        engine.add(Request(prompt, [Choice(f"{number}/{child}", params) for child in range(n)]))
     tokens: Tokens = {}
     while engine.has_unfinished_requests():
         for output in engine.step():

@@ -23,6 +23,7 @@ from pagestream_engine.runner.memory import (
     profile_plan,
     prompt_lengths,
 )
+from pagestream_engine.runner.runner import step_memory
 from pagestream_engine.transfers import MAX_SLAB_BYTES, slab_pages
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner
 from support.engines.tiny_models import VOCAB_SIZE
@@ -136,12 +137,12 @@ def test_weights_that_do_not_fit_are_refused_with_both_sizes() -> None:
 
 def test_what_torch_raises_without_memory_is_out_of_memory_of_the_step() -> None:
     with pytest.raises(OutOfMemory, match=r"a step of 7 tokens and 3 samples: .*can't allocate memory") as caught:
-        with memory.step_memory(7, 3):
+        with step_memory(7, 3):
             torch.empty(1 << 60)
     assert isinstance(caught.value.__cause__, RuntimeError)
-    with pytest.raises(OutOfMemory), memory.step_memory(7, 3):
+    with pytest.raises(OutOfMemory), step_memory(7, 3):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-    with pytest.raises(RuntimeError, match="shapes"), memory.step_memory(7, 3):
+    with pytest.raises(RuntimeError, match="shapes"), step_memory(7, 3):
         raise RuntimeError("shapes do not match")
 
 

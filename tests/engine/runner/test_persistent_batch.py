@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagestream_engine import Choice, Engine, EngineConfig, InvariantViolation, SamplingParams, Sequence
+from pagestream_engine import Choice, Engine, EngineConfig, InvariantViolation, Request, SamplingParams, Sequence
 from pagestream_engine.plan import PendingResult, ScheduledSequence, ScheduledStep, StepPlan
 from pagestream_engine.runner.batch import PersistentBatch, StepInputs
 from pagestream_engine.transfers import PackedUpload
@@ -119,7 +119,7 @@ def test_edits_leave_what_a_new_batch_would_hold(
     for number, (length, n, max_tokens) in enumerate(groups):
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         prompt = [(number + place) % 23 for place in range(length)]
-        engine.add_group(prompt, [Choice(f"{number}/{child}", params) for child in range(n)])
+        engine.add(Request(prompt, [Choice(f"{number}/{child}", params) for child in range(n)]))
     while engine.has_unfinished_requests():
         engine.step()
 

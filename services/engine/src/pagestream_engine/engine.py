@@ -178,10 +178,6 @@ class Engine:
         """Do `add` for one sequence, whose `seq_id` is `request_id`; `fields` are others of `Request`."""
         self.add(Request(prompt_token_ids, (Choice(request_id, params, output_token_ids),), **fields))
 
-    def add_group(self, prompt_token_ids: abc.Sequence[int], choices: abc.Sequence[Choice], **fields: Any) -> None:
-        """Do `add`; `fields` are others of `Request`."""
-        self.add(Request(prompt_token_ids, choices, **fields))
-
     def adding(self, request: Request) -> Iterator[None]:
         """Do `add` in parts, between which steps may run: each takes at most `REPLAY_TOKENS` output tokens.
 

@@ -142,7 +142,7 @@ class Intake:
 
     def _check(self, prompt: abc.Sequence[int], outputs: abc.Sequence[int], params: SamplingParams) -> None:
         if params.n != 1:
-            raise InvalidRequest(f"n: given {params.n}, expected 1; add several choices with add_group")
+            raise InvalidRequest(f"n: given {params.n}, expected 1; give a Request several choices")
         self._check_params(params)
         if params.stop and self._tokenizer is None:
             raise InvalidRequest(

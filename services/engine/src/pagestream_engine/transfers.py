@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,21 +17,6 @@ Integers = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 _FIRST_CAPACITY = 4096  # numbers
 MAX_SLAB_BYTES = 1 << 30
 """Of pinned memory that is allocated at once."""
-
-
-class Upload(Protocol):
-    """Sends arrays to the device."""
-
-    def send(self, arrays: Sequence[Integers]) -> list[Tensor]:
-        """Return them on the device as int64, which operations index by, in their shapes."""
-        ...
-
-
-class DirectUpload:
-    """To the host itself: an array of int64 and its tensor share their memory."""
-
-    def send(self, arrays: Sequence[Integers]) -> list[Tensor]:
-        return [torch.from_numpy(array.astype(np.int64, copy=False)) for array in arrays]
 
 
 class PackedUpload:
@@ -57,6 +41,7 @@ class PackedUpload:
         self._turn = 0
 
     def send(self, arrays: Sequence[Integers]) -> list[Tensor]:
+        """Return arrays on the device as int64, which operations index by, in their shapes."""
         sizes = [array.size for array in arrays]
         total = sum(sizes)
         self._turn = turn = 1 - self._turn
@@ -79,9 +64,9 @@ class PackedUpload:
         return torch.empty(capacity, dtype=torch.int64, pin_memory=self._is_cuda)
 
 
-def upload_to(device: torch.device) -> Upload:
-    """Return what sends a step's numbers to a device."""
-    return DirectUpload() if device.type == "cpu" else PackedUpload(device)
+def upload_to(device: torch.device) -> PackedUpload | None:
+    """Return what sends a step's numbers to a device; None for a CPU, which shares the host's memory."""
+    return None if device.type == "cpu" else PackedUpload(device)
 
 
 def to_device(numbers: Tensor, device: torch.device) -> Tensor:

@@ -464,10 +464,10 @@ class StepLoop:
         self._is_changed = False
         figures = self._figures()
         stats = figures.stats
-        came = stats.num_steps > self._num_collected
+        is_collected = stats.num_steps > self._num_collected  # with two steps in flight, not by the first call
         self._num_collected = stats.num_steps
-        num_sequences = stats.last_step_sequences if came else 0
-        has_prompts = came and stats.last_step_prompt_tokens > 0
+        num_sequences = stats.last_step_sequences if is_collected else 0
+        has_prompts = is_collected and stats.last_step_prompt_tokens > 0
         self._report(StepDone(others, duration_s, num_sequences, has_prompts, figures, tokens))
 
     def _run_step(self) -> list[SequenceOutput]:
@@ -586,8 +586,8 @@ class StepLoop:
         self._unfinished |= _seq_ids(command)
         if command.waits_for_mark:
             self._waits_for_mark |= _seq_ids(command)
-        if command.log:
-            self._plain.add(command.choices[0].seq_id, command.log)
+        if command.log_handle:
+            self._plain.add(command.choices[0].seq_id, command.log_handle)
         adding = self._adding_group(command)
         if sum(len(choice.output_token_ids) for choice in command.choices) > REPLAY_TOKENS:
             self._adding.append((command, adding))
@@ -645,16 +645,17 @@ class PlainSequences:
     """
 
     def __init__(self) -> None:
-        self._logs: dict[str, int] = {}
+        self._new: dict[str, int] = {}
+        """Sequences without an output, with the handles of their logs."""
         self._begun: dict[str, int] = {}
 
-    def add(self, seq_id: str, log: int) -> None:
+    def add(self, seq_id: str, log_handle: int) -> None:
         """Add a sequence that has had no output yet, all of whose tokens are without logprobs."""
-        self._logs[seq_id] = log
+        self._new[seq_id] = log_handle
 
     def discard(self, seq_id: str) -> None:
         """Remove a sequence that has ended or was aborted, if it is one of these."""
-        self._logs.pop(seq_id, None)
+        self._new.pop(seq_id, None)
         self._begun.pop(seq_id, None)
 
     def split(self, outputs: Iterable[SequenceOutput]) -> tuple[TokenColumns, list[SequenceOutput]]:
@@ -663,19 +664,19 @@ class PlainSequences:
         A sequence's plain tokens come before its other output: that is its last one.
         """
         begun, others = self._begun, list[SequenceOutput]()
-        logs, token_ids, texts = list[int](), list[int](), list[str]()
+        log_handles, token_ids, texts = list[int](), list[int](), list[str]()
         for output in outputs:
-            log = begun.get(output.seq_id)
-            if log is None or output.finish_reason is not None:
+            log_handle = begun.get(output.seq_id)
+            if log_handle is None or output.finish_reason is not None:
                 others.append(output)
             else:
-                logs.append(log)
+                log_handles.append(log_handle)
                 token_ids.append(output.token_id)  # type: ignore[arg-type]
                 texts.append(output.text)
         for output in others:
-            if output.token_id is not None and output.seq_id in self._logs:
-                self._begun[output.seq_id] = self._logs.pop(output.seq_id)
-        return (TokenColumns.of(logs, token_ids, texts) if logs else NO_TOKENS), others
+            if output.token_id is not None and output.seq_id in self._new:
+                self._begun[output.seq_id] = self._new.pop(output.seq_id)
+        return (TokenColumns.of(log_handles, token_ids, texts) if log_handles else NO_TOKENS), others
 
 
 class StepMembers:

@@ -496,7 +496,7 @@ class RunningRequest:
         bounds = output_bounds(spec) if spec.max_total_tokens else None
         given = spec.adapter
         adapter = AdapterName(given.name, given.path, given.revision) if given.name else None
-        log = self.log.handle if has_plain_tokens(spec) else 0
+        log_handle = self.log.handle if has_plain_tokens(spec) else 0
         for number, prompt in enumerate(spec.prompts):
             first, choices = number * num_siblings, list[Choice]()
             for index in range(first, first + num_siblings):
@@ -525,7 +525,7 @@ class RunningRequest:
                     weight=claim.tenant_weight,
                     waits_for_mark=claim.attempts > 1,
                     adapter=adapter,
-                    log=log,
+                    log_handle=log_handle,
                 )
                 yield first, group
 

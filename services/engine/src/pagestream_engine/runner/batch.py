@@ -1,15 +1,15 @@
 """The persistent batch: block tables and last tokens of all running sequences; what a step takes of it, and gives.
 
-`PersistentBatch` has a row for each sequence, edited by plans; `PromptWork` has those rows of whose prompts log
-probabilities or a vector are wanted; `pending_result` brings what was sampled on the device to a result on the host.
+`PersistentBatch` has a row for each sequence, edited by plans; `pending_result` brings what was sampled on the device
+to a result on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,7 @@ from torch import Tensor
 
 from pagestream_engine.attention import AttentionBatch, DecodeBatch, DeviceLengths
 from pagestream_engine.errors import InvariantViolation
-from pagestream_engine.features.pooling.rows import PooledPart, PooledRows, PooledStates
 from pagestream_engine.features.speculation.drafts import Drafts
-from pagestream_engine.models.model import Model
 from pagestream_engine.plan import (
     Int32Array,
     Int64Array,
@@ -33,8 +31,11 @@ from pagestream_engine.plan import (
     StepResult,
 )
 from pagestream_engine.sampler import LogprobTensors, Sampled
-from pagestream_engine.sampler.logprobs import RankedTokens, prompt_logprobs
-from pagestream_engine.transfers import DirectUpload, Integers, Upload, download, to_device, upload_to
+from pagestream_engine.transfers import Integers, PackedUpload, download, to_device, upload_to
+
+if TYPE_CHECKING:
+    from pagestream_engine.features.pooling.rows import PooledStates
+    from pagestream_engine.runner.prompts import Reported, ReportedPrompts
 
 _NO_TOKENS = np.empty(0, np.int32)
 NumbersT = TypeVar("NumbersT", Tensor, npt.NDArray[Any])
@@ -100,7 +101,7 @@ class PersistentBatch:
         device: torch.device,
         *,
         sends_lengths: bool = False,
-        upload: Upload | None = None,
+        upload: PackedUpload | None = None,
     ) -> None:
         self.device = device
         self._sends_lengths = sends_lengths
@@ -146,17 +147,12 @@ class PersistentBatch:
 
     def send(self, numbers: Sequence[Integers]) -> list[Tensor]:
         """Send a step's numbers to the device, as int64, and the edits that are due with them, in one copy."""
+        if self._upload is None:
+            return self._shared(numbers)
         if not any(self._edits):
             return self._upload.send(numbers)
         targets = [*self.block_tables, self.next_tokens]
         due = [(target, edits) for target, edits in zip(targets, self._edits, strict=True) if edits]
-        if isinstance(self._upload, DirectUpload):
-            for target, edits in due:
-                flat = target.numpy().reshape(-1)
-                for edit in edits:
-                    flat[edit.places] = edit.values
-                edits.clear()
-            return self._upload.send(numbers)
         arrays: list[Integers] = []
         for _, edits in due:
             arrays += [np.concatenate([edit.places for edit in edits]), np.concatenate([edit.values for edit in edits])]
@@ -166,6 +162,16 @@ class PersistentBatch:
             target.view(-1).index_copy_(0, places, values.to(target.dtype))
             edits.clear()
         return sent[len(arrays) :]
+
+    def _shared(self, numbers: Sequence[Integers]) -> list[Tensor]:
+        """Do `send` where host and device are one: an array of int64 and its tensor share their memory."""
+        for target, edits in zip((*self.block_tables, self.next_tokens), self._edits, strict=True):
+            if edits:
+                flat = target.numpy().reshape(-1)
+                for edit in edits:
+                    flat[edit.places] = edit.values
+                edits.clear()
+        return [torch.from_numpy(array.astype(np.int64, copy=False)) for array in numbers]
 
     def inputs(self, plan: StepPlan, drafts: Drafts | None = None) -> StepInputs:
         """Return the inputs of a plan that was applied, and count its tokens as computed.
@@ -352,206 +358,6 @@ def draft_places(plan: StepPlan, cumulated: Int64Array) -> Int64Array:
     is_draft[:first] = False
     is_draft[(cumulated - plan.num_new_tokens)[plan.num_prefills :]] = False
     return is_draft.nonzero()[0]
-
-
-MAX_PIECE_BYTES = 128 << 20
-"""Bound of the temporaries of one piece: 16 rows of a vocabulary of 131,072."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptPart:
-    """The prompt tokens of a step whose following token's log probability is wanted."""
-
-    places: Int64Array
-    """(tokens,): packed tokens that report, ascending."""
-    next_token_ids: Tensor
-    """(tokens,) int64: the prompt's token after each."""
-    chunks: Int32Array
-    """(chunks, 4): of each chunk its index in the step, the place of its first reported token in the prompt, how many
-    it reports, and how many of the likeliest it asked for."""
-
-    def ranked(
-        self, hidden: Tensor, reporting: Tensor, logits_of: Callable[[Tensor], Tensor], vocab_size: int
-    ) -> RankedTokens:
-        """Return the log probabilities, made in pieces.
-
-        Args:
-            hidden: (wanted, hidden_size): what the model gave for the tokens that the step wants.
-            reporting: (tokens,) int64: which rows of it are those of `places`.
-            logits_of: makes logits of such rows.
-        """
-        return prompt_logprobs(
-            reporting,
-            self.next_token_ids,
-            int(self.chunks[:, 3].max()),
-            lambda rows: logits_of(hidden[rows]),
-            vocab_size=vocab_size,
-            max_bytes=MAX_PIECE_BYTES,
-        )
-
-
-class PromptRows:
-    """Rows of the batch that have prompt tokens to report."""
-
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
-        self._device = device
-        self._rows: dict[int, tuple[NewSequence, int]] = {}
-        """With the next token that each computes."""
-
-    def add(self, new: NewSequence) -> None:
-        """Take a row that asked for log probabilities of its prompt."""
-        if new.num_computed_tokens < new.num_prompt_tokens - 1:
-            self._rows[new.row] = new, new.num_computed_tokens
-
-    def remove(self, row: int) -> None:
-        """Forget a row, if it is one of them."""
-        self._rows.pop(row, None)
-
-    def take(self, plan: StepPlan) -> PromptPart | None:
-        """Return what a plan that was applied has to report, and count its tokens as computed."""
-        if not self._rows:
-            return None
-        places: list[Int64Array] = []
-        targets: list[Int32Array] = []
-        chunks: list[tuple[int, int, int, int]] = []
-        first = 0
-        counts = plan.num_new_tokens[: plan.num_prefills].tolist()
-        for index, (row, count) in enumerate(zip(plan.rows.tolist(), counts, strict=False)):
-            if row in self._rows:
-                new, start = self._rows.pop(row)
-                end = min(start + count, new.num_prompt_tokens - 1)
-                places.append(np.arange(first, first + end - start))
-                targets.append(new.token_ids[start + 1 : end + 1])
-                chunks.append((index, start + 1, end - start, self._num_likeliest(new)))
-                if end < new.num_prompt_tokens - 1:
-                    self._rows[row] = new, end
-            first += count
-        if not chunks:
-            return None
-        return PromptPart(
-            places=np.concatenate(places),
-            next_token_ids=_to_device(np.concatenate(targets), self._device),
-            chunks=np.array(chunks, np.int32),
-        )
-
-    def _num_likeliest(self, new: NewSequence) -> int:
-        given = new.num_prompt_logprobs or 0
-        return self._vocab_size if given < 0 else min(given, self._vocab_size)
-
-
-class PromptWork:
-    """Rows of the batch of whose prompts something is wanted beside the samples: log probabilities, or a vector.
-
-    Where `rows` is empty no step enters it.
-    """
-
-    def __init__(self, model: Model, device: torch.device) -> None:
-        self.rows: set[int] = set()
-        """Until they are removed."""
-        self._model = model
-        self._device = device
-        self._reporting = PromptRows(model.info.vocab_size, device)
-        self._pooled = PooledRows()
-
-    def edit(self, plan: StepPlan) -> None:
-        """Forget the rows that a plan removes, and take those that it adds of which something is wanted."""
-        for row in self.rows.intersection(plan.removed.tolist()):
-            self.rows.remove(row)
-            self._reporting.remove(row)
-            self._pooled.remove(row)
-        for new in plan.added:
-            if new.num_prompt_logprobs is not None:
-                self.rows.add(new.row)
-                self._reporting.add(new)
-            if new.params.pooling is not None:
-                self.rows.add(new.row)
-                self._pooled.add(new)
-
-    def take(self, plan: StepPlan) -> WantedTokens | None:
-        """Return the tokens that a plan wants, where it wants more than its samples; count its tokens as computed."""
-        prompts, pooled = self._reporting.take(plan), self._pooled.take(plan)
-        if prompts is None and pooled is None:
-            return None
-        return WantedTokens(plan, self._device, prompts, pooled)
-
-    def report(self, tokens: WantedTokens, hidden: Tensor) -> Reported:
-        """Return what a step has of prompts.
-
-        Args:
-            hidden: (wanted, hidden_size): what the model gave for them.
-        """
-        logprobs = states = None
-        if tokens.prompts is not None:
-            ranked = tokens.prompts.ranked(
-                hidden, tokens.rows_of(tokens.prompts.places), self._model.logits, self._model.info.vocab_size
-            )
-            logprobs = ReportedPrompts(tokens.prompts.chunks, ranked)
-        if tokens.pooled is not None:
-            rows = tokens.rows_of(tokens.pooled.places)
-            states = self._pooled.pool(tokens.pooled, self._model.states(hidden[rows]))
-        return Reported(logprobs, states)
-
-
-class WantedTokens:
-    """The packed tokens of a step whose result is wanted: for its samples, and for what it has of prompts.
-
-    Args:
-        prompts: whose log probabilities are wanted, if any.
-        pooled: whose hidden states are, if any.
-    """
-
-    def __init__(
-        self, plan: StepPlan, device: torch.device, prompts: PromptPart | None, pooled: PooledPart | None
-    ) -> None:
-        self.prompts = prompts
-        self.pooled = pooled
-        of_prompts = [part.places for part in (prompts, pooled) if part is not None]
-        sampling, _ = sample_places(plan, plan.num_new_tokens.cumsum())
-        self._wanted = np.unique(np.concatenate((sampling, *of_prompts)))
-        self._device = device
-        self.places = _to_device(self._wanted, device)
-        """(wanted,) int64, ascending."""
-        self.sampling = self.rows_of(sampling)
-        """(samples' logits rows,) int64: which of them sample."""
-
-    def rows_of(self, places: Int64Array) -> Tensor:
-        """Return which of the wanted tokens are these: (tokens,) int64."""
-        return _to_device(np.searchsorted(self._wanted, places), self._device)
-
-
-def _to_device(numbers: Int32Array | Int64Array, device: torch.device) -> Tensor:
-    return to_device(torch.from_numpy(numbers).to(torch.int64), device)
-
-
-class ReportedPrompts(NamedTuple):
-    """Log probabilities of prompt tokens, on the device of the logits."""
-
-    chunks: Int32Array
-    """As `PromptPart.chunks`."""
-    ranked: RankedTokens
-    """Of all chunks' tokens."""
-
-
-class Reported(NamedTuple):
-    """What a step has of prompts."""
-
-    logprobs: ReportedPrompts | None = None
-    pooled: PooledStates | None = None
-
-    def tensors(self) -> list[Tensor]:
-        """Return what is on the device."""
-        ranked = [] if self.logprobs is None else [*self.logprobs.ranked]
-        return ranked if self.pooled is None else [*ranked, self.pooled.states]
-
-    def on_host(self, tensors: Iterator[Tensor]) -> Reported:
-        """Return the same with copies of its tensors, taken from an iterator."""
-        logprobs, pooled = self
-        if logprobs is not None:
-            logprobs = ReportedPrompts(logprobs.chunks, RankedTokens(next(tensors), next(tensors), next(tensors)))
-        if pooled is not None:
-            pooled = PooledStates(pooled.samples, next(tensors))
-        return Reported(logprobs, pooled)
 
 
 def pending_result(step_id: int, sampled: Sampled | None, prompts: Reported | None = None) -> PendingResult:

@@ -21,12 +21,12 @@ import torch
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.errors import ConfigError, ModelTooLarge, OutOfMemory, UnsupportedOption, is_out_of_memory
+from pagestream_engine.errors import ConfigError, ModelTooLarge, UnsupportedOption
 from pagestream_engine.features.offload import Copier, CudaCopier, OffloadTarget
 from pagestream_engine.kv_layout import KVLayout
 from pagestream_engine.models.model import ModelSource
 from pagestream_engine.plan import BlockEdits, Int32Array, NewSequence, PendingResult, StepPlan
-from pagestream_engine.runner.batch import MAX_PIECE_BYTES
+from pagestream_engine.runner.prompts import MAX_PIECE_BYTES
 from pagestream_engine.sampler.logprobs import num_rows_within
 from pagestream_engine.sampling_params import ALL_LOGPROBS, SamplingParams
 
@@ -178,18 +178,6 @@ def offload_target(
             "cpu_offload_gb", given_gb, f"at most the {free / 2**30:.1f} GiB of host memory that are free"
         )
     return OffloadTarget(num_bytes, CudaCopier(device) if copier is None else copier)
-
-
-@contextmanager
-def step_memory(num_tokens: int, num_samples: int) -> Iterator[None]:
-    """Raise what torch raises where memory runs out inside as OutOfMemory of a step of this size."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        first_line = str(error).partition("\n")[0]
-        raise OutOfMemory(f"a step of {num_tokens} tokens and {num_samples} samples: {first_line}") from error
 
 
 def give_back_memory(device: torch.device) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pagestream_engine.attention import prefers_triton
 from pagestream_engine.config import EngineConfig
-from pagestream_engine.errors import ConfigError, OutOfMemory
+from pagestream_engine.errors import ConfigError, OutOfMemory, is_out_of_memory
 from pagestream_engine.features.grammar.compiler import GrammarCompiler
 from pagestream_engine.features.grammar.sampling import ConstrainedSampling
 from pagestream_engine.features.lora.pool import attach_adapters
@@ -30,13 +30,7 @@ from pagestream_engine.models.registry import open_model
 from pagestream_engine.parallel.stages import open_group
 from pagestream_engine.plan import PendingResult, StepPlan
 from pagestream_engine.runner.backends import backend_for, plan_cache
-from pagestream_engine.runner.batch import (
-    PersistentBatch,
-    PromptWork,
-    Reported,
-    pending_result,
-    with_prompts,
-)
+from pagestream_engine.runner.batch import PersistentBatch, pending_result, with_prompts
 from pagestream_engine.runner.graphs import CudaGraphRecorder, DecodeGraphs, Recorder, can_record, graph_sizes
 from pagestream_engine.runner.host_pages import HostPages
 from pagestream_engine.runner.memory import (
@@ -48,10 +42,10 @@ from pagestream_engine.runner.memory import (
     gpu_pool_bytes,
     largest_gpu_use,
     offload_target,
-    step_memory,
     warm_up_plans,
 )
 from pagestream_engine.runner.numerics import check_model_allows, fingerprint, settle_numerics, wants_exact_linears
+from pagestream_engine.runner.prompts import PromptWork, Reported
 from pagestream_engine.runner.sampled_tokens import SampledTokens
 from pagestream_engine.sampler import SamplingBatch
 from pagestream_engine.transfers import to_device
@@ -381,7 +375,7 @@ class ModelRunner:
 
     def _edit(self, plan: StepPlan) -> None:
         self._batch.apply(plan)
-        if self._prompt_work.rows or len(plan.added):
+        if self._prompt_work.rows or any(new.reports_prompt for new in plan.added):
             self._prompt_work.edit(plan)
         if self._stage.is_last:
             if len(plan.removed) or len(plan.added):
@@ -507,3 +501,15 @@ def _max_model_len(given: int | None, info: ModelInfo) -> int:
     if given > longest:
         raise ConfigError("max_model_len", given, f"at most the model's context of {longest}")
     return given
+
+
+@contextmanager
+def step_memory(num_tokens: int, num_samples: int) -> Iterator[None]:
+    """Raise what torch raises where memory runs out inside as OutOfMemory of a step of this size."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        first_line = str(error).partition("\n")[0]
+        raise OutOfMemory(f"a step of {num_tokens} tokens and {num_samples} samples: {first_line}") from error

@@ -186,10 +186,11 @@ class SamplingBatch:
     def _select(self, rows: Places, masks: TokenMasks | None) -> Selection:
         """Return the last selection where it is of the same rows with the same state."""
         masked = _NO_PLACES if masks is None else masks.places
-        versions = [stage.slots.version for stage in self._stages]
+        stages = self._stages if self._stages_of else ()
+        versions = [stage.slots.version for stage in stages]
         key = (rows.tobytes(), masked.tobytes(), self._num_edits, *versions)
         if self._selected is None or self._selected[0] != key:
-            self._selected = key, select(rows, self._host, self._columns, self._stages, masked)
+            self._selected = key, select(rows, self._host, self._columns, stages, masked)
         return self._selected[1]
 
     def _sample_those_that_can(self, logits: Tensor, rows: Places, masks: TokenMasks | None) -> Sampled:
@@ -312,7 +313,7 @@ def select(
     Args:
         rows: (sampled,) rows of the batch.
         columns: of all rows, on the device.
-        stages: in the order in which they are applied.
+        stages: in the order in which they are applied; empty where no row of the batch asks for one.
         masked: (masks,) places among `rows` that have a token mask.
     """
     device = columns.seeds.device

@@ -91,7 +91,7 @@ class AddGroup(Message, frozen=True):
     """Whether a step that they enter waits for `StepMarked`: they were claimed before, and may have killed engines."""
     adapter: AdapterName | None = None
     """The LoRA adapter that computes them."""
-    log: int = 0
+    log_handle: int = 0
     """Handle of the log for plain tokens (see PlainSequences); 0: all outputs are reported whole. Of a group of one
     sequence without logprobs only."""
 

@@ -16,7 +16,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -414,8 +413,7 @@ class MaskThreads:
             latch = _Latch(1 if for_any else len(pending))
             for job in pending:
                 job.latch = latch
-            limit_s = None if timeout_s == inf else timeout_s
-            self._done.wait_for(lambda: latch.count <= 0 or self._is_closed, limit_s)
+            self._done.wait_for(lambda: latch.count <= 0 or self._is_closed, timeout_s)
             for job in pending:
                 job.latch = None
 

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.features.grammar.compiler import GrammarCompiler, MaskJob, bits_of, num_words
 from pagestream_engine.features.grammar.matcher import RowMatcher
 from pagestream_engine.sampler import Sampled, SamplingBatch, TokenMasks
@@ -20,6 +21,9 @@ from pagestream_engine.transfers import download, to_device
 
 Agree = Callable[[Sequence[float]], Sequence[float]]
 """Returns the numbers of the first of the ranks that sample the same rows."""
+_BEHIND_LIMIT_S = 60.0
+"""Of the wait for masks that the first rank has already: this one has computed the same, on a busier processor. Whoever
+waits for this rank's step names it sooner as one that hangs; here the step fails."""
 _WAITS_ALONE = 5
 """Deadlines that a step waits in which no row can be sampled: to compute it again is no use to anybody."""
 
@@ -225,7 +229,11 @@ class ConstrainedSampling:
             return [job is not None for job in pending]
         is_missing = [bool(number) for number in self._agree([float(job is not None) for job in pending])]
         own = [job for job, is_left_out in zip(pending, is_missing, strict=True) if job is not None and not is_left_out]
-        self._compiler.masks.wait(own, float("inf"))
+        self._compiler.masks.wait(own, _BEHIND_LIMIT_S)
+        if not all(job.is_done for job in own):
+            raise InvariantViolation(
+                f"masks that the first rank has are not computed here within {_BEHIND_LIMIT_S:g} s"
+            )
         return is_missing
 
     def _advance_matchers(self) -> None:
