@@ -30,7 +30,7 @@ def limits(budget: ByteBudget | None = None, *, buffer_bytes: int = 10_000, batc
 
 def log_read(from_index: int = 0, digest: str = "", bounds: ReadLimits | None = None) -> LogRead:
     made = LogRead(Partition("m", 0), "r", tenant="t", from_index=from_index, digest=digest, limits=bounds or limits())
-    assert made.take_log_read_request()
+    assert made.pop_log_read_request()
     return made
 
 
@@ -43,10 +43,10 @@ def test_a_slice_that_follows_is_taken_and_a_gap_sends_to_the_log() -> None:
     reader = log_read()
     reader.offer(log_slice(0, LOG[:3]))
     reader.offer(log_slice(3, LOG[3:5], LOG[2].digest))
-    assert numbers(reader.take_buffered()) == [100, 101, 102, 103, 104]
+    assert numbers(reader.pop_buffered()) == [100, 101, 102, 103, 104]
     reader.offer(log_slice(6, LOG[6:8], LOG[5].digest))
-    assert reader.take_buffered() == []
-    assert reader.take_log_read_request()
+    assert reader.pop_buffered() == []
+    assert reader.pop_log_read_request()
     assert reader.next_index == 5
 
 
@@ -54,40 +54,40 @@ def test_a_slice_that_overlaps_is_cut() -> None:
     reader = log_read()
     reader.offer(log_slice(0, LOG[:3]))
     reader.offer(log_slice(1, LOG[1:5], LOG[0].digest))
-    assert numbers(reader.take_buffered()) == [100, 101, 102, 103, 104]
+    assert numbers(reader.pop_buffered()) == [100, 101, 102, 103, 104]
 
 
 @pytest.mark.parametrize("previous", ["", "f" * 16])
 def test_a_slice_of_another_generation_is_not_taken(previous: str) -> None:
     reader = log_read()
     reader.offer(log_slice(0, LOG[:3]))
-    assert len(reader.take_buffered()) == 3
+    assert len(reader.pop_buffered()) == 3
     reader.offer(log_slice(3, tokens([7, 8], "another"), previous))
-    assert reader.take_buffered() == []
-    assert reader.take_log_read_request()
+    assert reader.pop_buffered() == []
+    assert reader.pop_log_read_request()
 
 
 def test_a_reader_ahead_of_a_log_that_lost_entries_looks_as_soon_as_it_is_reached() -> None:
     reader = log_read(5, LOG[4].digest)
     reader.offer(log_slice(3, LOG[3:5], LOG[2].digest))
-    assert not reader.take_log_read_request()
+    assert not reader.pop_log_read_request()
     reader.offer(log_slice(5, LOG[5:6], LOG[4].digest))
-    assert reader.take_log_read_request()
+    assert reader.pop_log_read_request()
     assert reader.log_start == 4
-    assert numbers(reader.take_logged(4, LOG[4:6])) == [105]
+    assert numbers(reader.verify_logged(4, LOG[4:6])) == [105]
     reader.offer(log_slice(6, LOG[6:7], LOG[5].digest))
-    assert numbers(reader.take_buffered()) == [106]
+    assert numbers(reader.pop_buffered()) == [106]
 
 
 def test_a_log_that_ended_otherwise_at_the_readers_place_is_data_loss() -> None:
     reader = log_read()
     reader.offer(log_slice(0, LOG[:6]))
-    assert len(reader.take_buffered()) == 6
+    assert len(reader.pop_buffered()) == 6
     other = [*LOG[:4], *ending(LOG[3].digest, count=4)]
     reader.end_at(len(other))
-    assert reader.take_log_read_request()
+    assert reader.pop_log_read_request()
     with pytest.raises(DigestMismatch):
-        reader.take_logged(reader.log_start, other[reader.log_start :])
+        reader.verify_logged(reader.log_start, other[reader.log_start :])
 
 
 async def test_waiting_ends_with_news_or_with_time() -> None:
@@ -114,15 +114,15 @@ def test_a_reader_whose_consumer_has_stopped_keeps_nothing() -> None:
         stopped.offer(log_slice(number, [entry]))
         assert stopped.buffer.num_bytes == budget.held_bytes <= 700
     assert budget.held_bytes == 0, "the log has it all"
-    assert stopped.take_log_read_request()
-    assert numbers(stopped.take_logged(0, entries)) == list(range(100))
+    assert stopped.pop_log_read_request()
+    assert numbers(stopped.verify_logged(0, entries)) == list(range(100))
     crowd = [log_read(bounds=bounds) for _ in range(100)]
     for each in crowd:
         each.offer(log_slice(0, entries[:4]))
         assert budget.held_bytes == sum(each.buffer.num_bytes for each in crowd) <= 1500
     other.offer(log_slice(0, entries[:4]))
-    assert other.take_log_read_request(), "there is no room for it"
-    assert numbers(crowd[0].take_buffered()) == [0, 1, 2, 3]
+    assert other.pop_log_read_request(), "there is no room for it"
+    assert numbers(crowd[0].pop_buffered()) == [0, 1, 2, 3]
     for each in crowd:
         each.buffer.clear()
     assert budget.held_bytes == 0
@@ -134,7 +134,7 @@ def test_a_consumer_gets_parts_of_what_waits() -> None:
     for first in range(0, 40, 10):
         reader.offer(log_slice(first, entries[first : first + 10]))
     parts = []
-    while part := reader.take_buffered():
+    while part := reader.pop_buffered():
         parts.append(numbers(part))
     assert parts == [list(range(first, first + 10)) for first in range(0, 40, 10)]
 
@@ -143,8 +143,8 @@ def test_what_is_no_slice_sends_to_the_log() -> None:
     for broken in (b"\xff\xff", log_slice(0, [])):
         reader = log_read()
         reader.offer(broken)
-        assert reader.take_buffered() == []
-        assert reader.take_log_read_request()
+        assert reader.pop_buffered() == []
+        assert reader.pop_log_read_request()
 
 
 def test_pages_of_the_log_are_as_large_as_its_entries_are_small() -> None:
@@ -166,9 +166,9 @@ async def waiting(reader: LogRead) -> asyncio.Task[None]:
 def followed_by(sink: Callable[[Sequence[LogEntry]], bool]) -> LogRead:
     """Return a log_read that has taken an entry."""
     reader = LogRead(Partition("m", 0), "r", tenant="t", from_index=0, digest="", limits=limits(), sink=sink)
-    assert reader.take_log_read_request()
+    assert reader.pop_log_read_request()
     reader.offer(log_slice(0, LOG[:1]))
-    assert len(reader.take_buffered()) == 1
+    assert len(reader.pop_buffered()) == 1
     return reader
 
 
@@ -178,7 +178,7 @@ async def test_a_sink_takes_what_follows_while_the_consumer_waits() -> None:
     await reader.wait(30)  # was woken by the first entry
     reader.offer(log_slice(1, LOG[1:2], LOG[0].digest))
     assert not passed  # nothing waits: the consumer is at work
-    assert len(reader.take_buffered()) == 1
+    assert len(reader.pop_buffered()) == 1
     await reader.wait(30)
     task = await waiting(reader)
     reader.offer(log_slice(2, LOG[2:4], LOG[1].digest))
@@ -186,8 +186,8 @@ async def test_a_sink_takes_what_follows_while_the_consumer_waits() -> None:
     reader.offer(log_slice(5, LOG[5:6], LOG[4].digest))
     assert passed == [102, 103]
     await task
-    assert reader.take_buffered() == []
-    assert reader.take_log_read_request()
+    assert reader.pop_buffered() == []
+    assert reader.pop_log_read_request()
 
 
 async def test_what_a_sink_leaves_waits_for_the_consumer_in_order() -> None:
@@ -199,7 +199,7 @@ async def test_what_a_sink_leaves_waits_for_the_consumer_in_order() -> None:
     reader.offer(log_slice(2, LOG[2:3], LOG[1].digest))
     assert calls == [1]  # the second stands behind the first
     await task
-    assert numbers(reader.take_buffered()) == [101, 102]
+    assert numbers(reader.pop_buffered()) == [101, 102]
 
 
 async def test_the_end_and_what_a_sink_raises_are_for_the_consumers_task() -> None:
@@ -212,7 +212,7 @@ async def test_the_end_and_what_a_sink_raises_are_for_the_consumers_task() -> No
     end = ending(LOG[0].digest, count=1)
     reader.offer(log_slice(1, end, LOG[0].digest))
     await task
-    assert reader.take_buffered() == end
+    assert reader.pop_buffered() == end
     reader = followed_by(refuse)
     await reader.wait(30)
     task = await waiting(reader)
@@ -224,14 +224,14 @@ async def test_the_end_and_what_a_sink_raises_are_for_the_consumers_task() -> No
 def test_wake_ups_that_are_late_are_not_lost() -> None:
     reader = log_read()
     reader.offer(log_slice(0, LOG[:3]))
-    assert len(reader.take_buffered()) == 3
+    assert len(reader.pop_buffered()) == 3
     assert not reader.misses(5), "they may be on their way"
     reader.offer(log_slice(3, LOG[3:4], LOG[2].digest))
-    assert len(reader.take_buffered()) == 1
+    assert len(reader.pop_buffered()) == 1
     assert not reader.misses(8), "they come, if late"
     assert reader.misses(8), "none has come since"
     reader.request_log_read()
-    assert numbers(reader.take_logged(4, LOG[4:8])) == [104, 105, 106, 107]
+    assert numbers(reader.verify_logged(4, LOG[4:8])) == [104, 105, 106, 107]
     assert not reader.misses(8)
     assert not reader.misses(9)
 
@@ -289,7 +289,7 @@ def readers_of(topology: HalfATopology, settings: StreamsSettings = SETTINGS) ->
 def joined(readers: Readers, where: Partition, request_id: str) -> LogRead:
     """One that has read its log to the third entry, and waits."""
     made = LogRead(where, request_id, tenant="t", from_index=0, digest="", limits=readers.limits)
-    made.take_log_read_request()
+    made.pop_log_read_request()
     made.waiting_since = float("-inf")
     readers.join(made)
     return made
@@ -307,7 +307,7 @@ async def test_one_partition_away_keeps_no_other_from_its_logs(leaver: bool, wai
         readers.start()
         try:
             async with asyncio.timeout(LIMIT_S):
-                while not waiting.take_log_read_request():
+                while not waiting.pop_log_read_request():
                     await waiting.wait(0.05)
                 while stranded is not None and stranded.failure is None:
                     waiting.waiting_since = float("-inf")
@@ -400,7 +400,7 @@ def reads() -> OpenReads:
     limits = ReadLimits(buffer_bytes=1000, batch_bytes=1000, page_entries=10, budget=ByteBudget(1000))
     for number in range(NUM_READS):
         one = LogRead(Partition("m", 0), f"r{number}", tenant="t", from_index=0, digest="", limits=limits)
-        one.take_log_read_request()
+        one.pop_log_read_request()
         made.add(one)
     return made
 
@@ -410,7 +410,7 @@ async def poll(reads: OpenReads) -> int:
     for each in reads:
         each.waiting_since = float("-inf")
     await Poller(cast(Connection, LongLogs()), StreamsSettings(), reads, 1.0).poll()
-    return sum(each.take_log_read_request() for each in reads)
+    return sum(each.pop_log_read_request() for each in reads)
 
 
 async def test_a_process_that_is_late_reads_few_logs_at_once(reads: OpenReads) -> None:

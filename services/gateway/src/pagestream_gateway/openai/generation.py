@@ -933,7 +933,18 @@ async def parsed_request(gateway: Gateway, request: Request, parse: BodyParser[P
     async with gateway.pending.hold(_num_bytes(request, max_bytes)) as pending:
         async with pending.receiving():
             data = await read_body(request, max_bytes)
-        parsed = await _parsed(gateway, data, request.headers, parse)
+        await gateway.turns.wait()
+        warnings = current_warnings()
+
+        def work() -> Parsed:
+            with collecting(warnings):  # also in a thread, which has a context of its own
+                return parse(parse_json(data), request.headers)
+
+        if len(data) <= SMALL_BYTES:
+            parsed = work()
+        else:  # outside the event loop
+            async with gateway.pending.parsing:
+                parsed = await gateway.pool.run(work)
         own_names = parsed.field_names if isinstance(parsed, Draft) else {}
         with named_as({**_names_of_headers(request.headers), **own_names}):
             yield parsed
@@ -949,19 +960,3 @@ def _num_bytes(request: Request, most: int) -> int:
     """Return how many bytes the body has, before it is read: `most` where the header does not say."""
     announced = request.headers.get("content-length", "")
     return min(int(announced), most) if announced.isdecimal() else most
-
-
-async def _parsed(gateway: Gateway, data: bytes, headers: Headers, parse: BodyParser[Parsed]) -> Parsed:
-    """Parse a body, outside the event loop where it is large."""
-    await gateway.turns.wait()
-
-    warnings = current_warnings()
-
-    def work() -> Parsed:
-        with collecting(warnings):  # also in a thread, which has a context of its own
-            return parse(parse_json(data), headers)
-
-    if len(data) <= SMALL_BYTES:
-        return work()
-    async with gateway.pending.parsing:
-        return await gateway.pool.run(work)

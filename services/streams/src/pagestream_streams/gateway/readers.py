@@ -211,12 +211,12 @@ class Readers:
             raise_if_cancelled()  # or a read whose client has gone would wait for the end of the log
             if read.failure is not None:
                 raise read.failure
-            if read.take_loss():
+            if read.pop_loss():
                 await self._with_retries(lambda: self._register(read))
-            entries = read.take_buffered()
+            entries = read.pop_buffered()
             if entries or read.ended:
                 return entries
-            if read.take_log_read_request():
+            if read.pop_log_read_request():
                 entries = await self._with_retries(lambda: self._from_log(read))
                 read.ended = read.ended or read.exhausted
                 if entries or read.ended:
@@ -233,7 +233,7 @@ class Readers:
         read.note_page(len(rows), sum(len(value) for _, fields in rows for value in fields.values()))
         if len(rows) == batch:
             read.request_log_read()
-        return read.take_logged(start, [from_stream_fields(fields) for _, fields in rows])
+        return read.verify_logged(start, [from_stream_fields(fields) for _, fields in rows])
 
     async def _register(self, read: LogRead) -> None:
         reply = await self.registrations.register(read)
@@ -823,7 +823,7 @@ class LogRead:
         self._is_lost = True
         self._wake()
 
-    def take_loss(self) -> bool:
+    def pop_loss(self) -> bool:
         """Return whether Redis has lost the request, and reset it."""
         is_lost, self._is_lost = self._is_lost, False
         return is_lost
@@ -862,19 +862,19 @@ class LogRead:
         """Whether it is at the end of a finished log, with a verified digest."""
         return self._anchored and self.next_index == self._length
 
-    def take_log_read_request(self) -> bool:
+    def pop_log_read_request(self) -> bool:
         """Return whether the log has to be read, and reset it."""
         requested, self._log_read_requested = self._log_read_requested, False
         return requested
 
-    def take_buffered(self) -> list[LogEntry]:
+    def pop_buffered(self) -> list[LogEntry]:
         """Return buffered entries that continue the position, of about `batch_bytes`. Others make it read the log."""
         taken: list[LogEntry] = []
         self.taken_bytes = 0
         while self.buffer and self._anchored and self.taken_bytes < self._limits.batch_bytes:
             packed = self.buffer.pop()
             self.taken_bytes += len(packed)
-            if not self._take_slice(packed, taken):
+            if not self._verify_slice(packed, taken):
                 self.request_log_read()
         return taken
 
@@ -884,7 +884,7 @@ class LogRead:
         if num_entries:
             self._entry_bytes = num_bytes / num_entries + _ENTRY_BYTES
 
-    def take_logged(self, first_index: int, entries: Sequence[LogEntry]) -> list[LogEntry]:
+    def verify_logged(self, first_index: int, entries: Sequence[LogEntry]) -> list[LogEntry]:
         """Return the entries of a read from `first_index` that continue the position.
 
         DigestMismatch where the log differs from what was read before.
@@ -935,7 +935,7 @@ class LogRead:
         except Exception as error:  # noqa: BLE001 - it is the consumer's, whose task raises it
             waiter.set_exception(error)
             return True
-        self._take(log_slice.entries)
+        self._advance(log_slice.entries)
         self.waiting_since = time.monotonic()
         return True
 
@@ -944,8 +944,8 @@ class LogRead:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _take_slice(self, packed: bytes, taken: list[LogEntry]) -> bool:
-        """Take a slice's entries; return whether they continue the position."""
+    def _verify_slice(self, packed: bytes, taken: list[LogEntry]) -> bool:
+        """Add a slice's entries to `taken`; return whether they continue the position."""
         log_slice = _parsed(packed)
         if log_slice is None:
             return False
@@ -953,7 +953,7 @@ class LogRead:
         if not log_slice.entries or skipped < 0:
             return False
         if self._digest and self._continues(log_slice):
-            self._take(log_slice.entries)
+            self._advance(log_slice.entries)
             taken.extend(log_slice.entries)
         elif not self._chain(log_slice.entries[skipped:], taken):
             return False
@@ -974,7 +974,7 @@ class LogRead:
         if log_slice.fingerprint and self._on_engine is not None:
             self._on_engine(log_slice.fingerprint)
 
-    def _take(self, entries: Sequence[LogEntry]) -> None:
+    def _advance(self, entries: Sequence[LogEntry]) -> None:
         """Go on by entries that are known to continue the position."""
         last = entries[-1]
         self._digest = last.digest
