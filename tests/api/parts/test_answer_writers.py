@@ -119,7 +119,7 @@ def test_token_ids_are_shown_in_chunks_and_in_whole_answers(api: ApiForm) -> Non
     body = WholeBody(with_form(api, token_ids=True))
     for run in RUNS:
         body.add(run)
-    answer = json.loads(b"".join(body.parts(LogEnd())))
+    answer = json.loads(b"".join(body.serialize(LogEnd())))
     assert [choice["token_ids"] for choice in answer["choices"]] == [[11, 12], [21, 22]]
     prompt = [7, 8, 9]
     if api == API_FORM_CHAT_COMPLETIONS:
@@ -155,7 +155,7 @@ def test_tokens_of_reasoning_are_counted_and_reasoning_may_be_left_out() -> None
         body = WholeBody(made.again())
         for run in runs:
             body.add(run)
-        answer = json.loads(b"".join(body.parts(end)))
+        answer = json.loads(b"".join(body.serialize(end)))
         assert usage == answer["usage"]
         assert usage["completion_tokens_details"] == {"reasoning_tokens": 4}
         message = answer["choices"][0]["message"]
@@ -352,7 +352,7 @@ def logprobs_of(text: str, num_best: int) -> TokenLogprobs:
 
 
 def parsed(body: WholeBody) -> dict[str, object]:
-    found: dict[str, object] = json.loads(b"".join(body.parts(LogEnd(usage=USAGE))))
+    found: dict[str, object] = json.loads(b"".join(body.serialize(LogEnd(usage=USAGE))))
     return found
 
 
@@ -405,7 +405,7 @@ def test_the_size_is_known_before_the_body(api: ApiForm, text: str, num_best: in
     for _ in range(8):
         body.add(run)
     assert body.num_bytes - empty <= 8 * body.size_of(of, run)
-    assert len(b"".join(body.parts(LogEnd(usage=USAGE)))) <= 2 * (empty + 8 * body.size_of(of, run))
+    assert len(b"".join(body.serialize(LogEnd(usage=USAGE)))) <= 2 * (empty + 8 * body.size_of(of, run))
 
 
 def test_a_token_takes_bytes_not_objects() -> None:

@@ -46,7 +46,7 @@ def whole(runs: list[Run], end: LogEnd | None = None) -> dict[str, Any]:
     body = WholeMessage(MessageWriter(SPEC))
     for run in runs:
         body.add(run)
-    found: dict[str, Any] = json.loads(b"".join(body.parts(end or end_of())))
+    found: dict[str, Any] = json.loads(b"".join(body.serialize(end or end_of())))
     return found
 
 
@@ -142,7 +142,7 @@ def test_a_call_that_was_cut_off_has_the_arguments_so_far() -> None:
         body = WholeMessage(MessageWriter(named))
         for run in runs_of([text], reason=FINISH_REASON_LENGTH):
             body.add(run)
-        content = json.loads(b"".join(body.parts(end_of())))["content"]
+        content = json.loads(b"".join(body.serialize(end_of())))["content"]
         assert [block["input"] for block in content] == ([] if expected is None else [expected])
 
 
@@ -158,6 +158,6 @@ def test_ids_are_as_the_models_template_takes_them() -> None:
         body = WholeMessage(MessageWriter(RequestSpec(answer=AnswerForm(output=output))))
         for run in runs_of(['[{"name": "f", "parameters": {}}]']):
             body.add(run)
-        [block] = json.loads(b"".join(body.parts(end_of())))["content"]
+        [block] = json.loads(b"".join(body.serialize(end_of())))["content"]
         assert (len(block["id"]) == 9 and block["id"].isalnum()) is is_short
         assert block["id"].startswith("call_") is not is_short

@@ -146,7 +146,7 @@ class RateLimiter:
         self._hold(spec, error)
         raise error
 
-    async def give_back(self, spec: RequestSpec, admission: RateReservation | None) -> None:
+    async def release(self, spec: RequestSpec, admission: RateReservation | None) -> None:
         """Give back what was reserved for a request that was refused, or accepted before.
 
         Where that can't be done now, it is found later. A reservation that several tries share is left: another may be

@@ -210,7 +210,7 @@ class WholeMessage:
         self._apply(self._output.feed(run))
         self.num_bytes += len(run.text.encode())
 
-    def parts(self, end: LogEnd) -> Iterator[bytes]:
+    def serialize(self, end: LogEnd) -> Iterator[bytes]:
         """Yield the body."""
         self._apply(self._output.close_open_block())
         usage = _message_usage(end.usage, self._output.num_thinking_tokens)

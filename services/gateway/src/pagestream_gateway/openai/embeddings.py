@@ -183,7 +183,7 @@ class EmbeddingList:
             item = self._items[run.choice] = f"{self._writer.item(run)}}}".encode()
             self.num_bytes += len(item)
 
-    def parts(self, end: LogEnd) -> Iterator[bytes]:
+    def serialize(self, end: LogEnd) -> Iterator[bytes]:
         """See AnswerBody."""
         members = json.dumps(self._writer.whole(end.usage), separators=(",", ":"))
         yield members[:-1].encode() + b',"data":['

@@ -790,7 +790,7 @@ class WholeBody:
             column += b"," + text if column else text
             self.num_bytes += len(text) + 1
 
-    def parts(self, end: LogEnd) -> Iterator[bytes]:
+    def serialize(self, end: LogEnd) -> Iterator[bytes]:
         """Yield the body, choice by choice; what is yielded is no longer held here."""
         of_prompt = b"[" + self._choices[0].prompt_logprobs + b"]"
         self._choices.reverse()

@@ -195,7 +195,7 @@ class ScoreList:
         """See AnswerBody."""
         self.num_bytes += self._writer.similarities.add(run)
 
-    def parts(self, end: LogEnd) -> Iterator[bytes]:
+    def serialize(self, end: LogEnd) -> Iterator[bytes]:
         """See AnswerBody."""
         yield json.dumps(self._writer.whole(end.usage), ensure_ascii=False, separators=(",", ":")).encode()
 

@@ -265,7 +265,7 @@ class AnswerBody(Protocol):
     def add(self, run: Run) -> None:
         """Add a run that is not the log's end."""
 
-    def parts(self, end: LogEnd) -> Iterator[bytes]:
+    def serialize(self, end: LogEnd) -> Iterator[bytes]:
         """Yield the body of a log that ended so; what is yielded is no longer held here."""
 
 
@@ -518,8 +518,8 @@ class LogAnswer(Response):
     async def keep_alive(self, send: Send) -> None:
         """Keep the connection alive."""
 
-    async def tell_unserved(self, send: Send) -> None:
-        """Say that the request waits for an engine, where none runs its model; called once, after `unserved_s`."""
+    async def report_unserved(self, send: Send) -> None:
+        """Write that the request waits for an engine, where none runs its model; called once, after `unserved_s`."""
 
     def follow(
         self, sink: Sink | None = None, on_engine: Callable[[str], None] | None = None
@@ -560,7 +560,7 @@ class LogAnswer(Response):
             due_s = self._last_send_s + self.silence_s
             if loop.time() >= self._unserved_due_s:
                 self._unserved_due_s = float("inf")
-                await self.tell_unserved(send)
+                await self.report_unserved(send)
                 continue
             if loop.time() >= due_s:
                 await self.keep_alive(send)
@@ -662,7 +662,7 @@ class EventStream(LogAnswer):
         if self._headers_sent:
             await send({"type": "http.response.body", "body": self.idle_frame, "more_body": True})
 
-    async def tell_unserved(self, send: Send) -> None:
+    async def report_unserved(self, send: Send) -> None:
         if not self._headers_sent or self._has_begun or self._reading.start.next_index:
             return
         model = self._reading.spec.model
@@ -806,7 +806,8 @@ class EventStream(LogAnswer):
 
     def event(self, data: str) -> str:
         """Return an event with its data, and its `id` where the reader wants one; or a line of NDJSON."""
-        return self._framing.event(data, self._position.event_id(self._request_id))
+        position = self._position.event_id(self._request_id) if self._reading.with_ids else ""
+        return self._framing.event(data, position)
 
     async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
         self._restart_silence()

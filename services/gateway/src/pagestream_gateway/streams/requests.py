@@ -167,7 +167,7 @@ async def _collect(
                 fingerprint = await gateway.requests.fingerprint(spec)
                 writer.set_fingerprint(fingerprint)
                 body.set_fingerprint(fingerprint)
-                return b"".join(body.parts(run.end)), run.end.usage
+                return b"".join(body.serialize(run.end)), run.end.usage
             if body.num_bytes > max_bytes:
                 raise AnswerTooLarge(spec.request_id, max_bytes)
     raise GenerationFailed("log_without_end", "the log ended without its finish record")

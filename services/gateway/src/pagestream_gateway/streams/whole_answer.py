@@ -126,7 +126,7 @@ class WholeAnswer(LogAnswer):
                 if not self._has_begun:  # else the body is not complete, so the server closes the connection
                     await self.refusal(error)(scope, receive, send)
                 return error_report(error).code
-            return await self._send(send, list(body.parts(end)), end)
+            return await self._send(send, list(body.serialize(end)), end)
         finally:
             self._share.release()
 
@@ -233,7 +233,7 @@ class WholeAnswer(LogAnswer):
         While others wait only as much as a client that takes `rate` bytes a second has in half of _TURN_S.
         """
         budget = self._share.budget
-        parts = list((await self._read_again(min(num_bytes, budget.limit_bytes))).parts(end))
+        parts = list((await self._read_again(min(num_bytes, budget.limit_bytes))).serialize(end))
         pieces = _pieces(parts, sent)
         if not budget.is_waited_for:
             return pieces

@@ -877,15 +877,15 @@ class LogQuota:
         retry_s = longest_s if next_ms < 0 else min(longest_s, max(1.0, next_ms / 1000))
         raise LogsFull(wanted=wanted, held=held, limit=limit, retry_after_s=retry_s)
 
-    async def give_back(self, spec: RequestSpec, place: int) -> None:
+    async def release(self, spec: RequestSpec, tries: int) -> None:
         """Give back the reservation of a request that was refused; where that can't be done now, it is found later.
 
-        `place`: as `reserve` returned it. A reservation that several tries share is left: another may be accepted.
+        `tries`: as `reserve` returned it. A reservation that several tries share is left: another may be accepted.
         """
-        if not place:
+        if not tries:
             return
         try:
-            await self._settle(spec.tenant, [(spec.request_id, 0, place)])
+            await self._settle(spec.tenant, [(spec.request_id, 0, tries)])
         except Unavailable as error:
             _log.info("%s: its reservation is given back later: %s", spec.request_id, error)
 

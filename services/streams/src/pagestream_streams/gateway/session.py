@@ -300,16 +300,16 @@ class GatewaySession:
         is_logged: bool = True,
     ) -> bool:
         """Accept a request, or give back what was reserved for it. `is_logged`: whether the log's quota applies."""
-        place = 0
+        tries = 0
         try:
-            place = await self.quota.reserve(spec, bounded=is_logged)
+            tries = await self.quota.reserve(spec, bounded=is_logged)
             is_new = await self._accept(spec, bounded, deadline_ms)
         except (QueueFull, LogsFull, ModelNotFound, RequestNotFound, StorageFull):
-            await self.quota.give_back(spec, place)
-            await self.rate_limiter.give_back(spec, admission)
+            await self.quota.release(spec, tries)
+            await self.rate_limiter.release(spec, admission)
             raise
         if not is_new:
-            await self.rate_limiter.give_back(spec, admission)
+            await self.rate_limiter.release(spec, admission)
         return is_new
 
     async def _accept_again(self, spec: RequestSpec, bounded: bool, deadline_ms: int | None) -> None:

@@ -336,7 +336,7 @@ class WholeResponse:
         self._output.feed(run)
         self.num_bytes = self._empty_bytes + self._output.num_bytes
 
-    def parts(self, end: LogEnd) -> Iterator[bytes]:
+    def serialize(self, end: LogEnd) -> Iterator[bytes]:
         """Yield the body."""
         self._output.close_open_item()
         body = ended_body(self._spec, self._output, end)
