@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 from pagestream.v1.inference_pb2 import (
     FINISH_REASON_ERROR,
@@ -102,15 +102,14 @@ def split_runs(first_index: int, entries: Sequence[LogEntry]) -> list[Run]:
 _MAX_INDEX = 2**63
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(NamedTuple):
     """Where a reader goes on."""
 
     next_index: int = 0
     """Index of the next log entry."""
     digest: str = ""
     """Rolling digest of the entries before it; an empty one is not compared."""
-    source: str = field(default="", compare=False)
+    source: str = ""
     """The part of a call that gave it, for error messages."""
 
     @property
@@ -123,7 +122,7 @@ class Position:
         return f"{request_id}/{self.next_index}/{self.digest}"
 
     @classmethod
-    def parse(cls, event_id: str, request_id: str) -> Self:
+    def parse(cls, event_id: str, request_id: str) -> "Position":
         """Return the position of a Last-Event-ID. Raises InvalidRequest."""
         parts = event_id.split("/")
         if len(parts) != 3 or parts[0] != request_id:
@@ -133,7 +132,7 @@ class Position:
         return cls(_index(parts[1], "Last-Event-ID"), parts[2], "Last-Event-ID")
 
     @classmethod
-    def parse_index(cls, text: str) -> Self:
+    def parse_index(cls, text: str) -> "Position":
         """Return the position of the query parameter `from`. Raises InvalidRequest."""
         return cls(_index(text, "from"), source="from")
 
