@@ -52,7 +52,7 @@ OPTION_FACTORS: Mapping[str, Sequence[Any]] = {
     "window": (None, 1, 40),
     "soft_cap": (None, 2.0),
     "sinks": (False, True),
-    "slopes": (False, True),
+    "slopes": (None, "exact", "rounded"),
 }
 FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "paged_decode": {
@@ -103,7 +103,7 @@ FACTORS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "window": (None, 40),
         "soft_cap": (None, 2.0),
         "sinks": (False, True),
-        "slopes": (False, True),
+        "slopes": (None, "exact", "rounded"),
     },
     "copy_blocks": {
         "page": (1, 16, 4096, 10000),
@@ -227,9 +227,10 @@ def attention_options(case: Case, device: torch.device) -> dict[str, Any]:
     """Scale, window, soft cap, sinks and slopes, as both kinds of attention take them."""
     heads = num_kv_heads(case) * case["group_size"]
     sinks = torch.randn(heads, device=device) if case["sinks"] else None
-    slopes = torch.rand(heads, device=device) if case["slopes"] else None
+    slopes = torch.rand(heads, device=device) / 8 if case["slopes"] else None
+    of_slopes = {"slopes": slopes, "rounds_slopes": case["slopes"] == "rounded"}
     scale = case["head_dim"] ** -0.5
-    return {"scale": scale, "window": case["window"], "soft_cap": case["soft_cap"], "sinks": sinks, "slopes": slopes}
+    return {"scale": scale, "window": case["window"], "soft_cap": case["soft_cap"], "sinks": sinks, **of_slopes}
 
 
 # -- one check per kernel -----------------------------------------------------------------------------------------

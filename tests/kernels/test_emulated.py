@@ -23,16 +23,16 @@ from kernels import emulated as runs
 pytestmark = pytest.mark.builds
 
 _SHAPE = {"head_dim": 64, "group_size": 4, "block_size": 64, "dtype": "bfloat16", "layout": LAYOUTS[1]}
-_PLAIN = {"window": None, "soft_cap": None, "sinks": False, "slopes": False}
+_PLAIN = {"window": None, "soft_cap": None, "sinks": False, "slopes": None}
 DECODE: Case = {**_SHAPE, **_PLAIN, "lengths": "mixed", "rows": "1", "split_tokens": None, "tables": "resident"}
 PREFILL: Case = {**_SHAPE, **_PLAIN, "chunks": "5", "tables": "own", "layout": LAYOUTS[2]}
 """Tokens are neighbours in memory: a stride of 1, which Triton makes a constant."""
 NORM: Case = {"shape": (3, 4096), "dtype": "bfloat16", "residual": True, "strided": False}
 MATMUL: Case = {"shape": (66, 130, 128), "dtype": "bfloat16", "bias": False, "strided": False}
 CASES: Mapping[str, Case] = {
-    "paged_decode": {**DECODE, "slopes": True},
+    "paged_decode": {**DECODE, "slopes": "exact"},
     "plan_decode": {"lengths": "borders", "rows": 16, "split_tokens": None, "window": 100, "num_kv_heads": 3},
-    "paged_prefill": {**PREFILL, "slopes": True},
+    "paged_prefill": {**PREFILL, "slopes": "rounded"},
     "rope_and_cache": {
         **_SHAPE, "tokens": 5, "rotary": "half", "index": "int32", "angles": "same", "norm": True, "interleaved": True,
     },

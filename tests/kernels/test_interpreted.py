@@ -37,8 +37,8 @@ from torch import Tensor
 pytestmark = pytest.mark.builds
 
 CPU = torch.device("cpu")
-_OPTIONS = {"window": 40, "soft_cap": 2.0, "sinks": True, "slopes": True}
-_PLAIN = {"window": None, "soft_cap": None, "sinks": False, "slopes": False}
+_OPTIONS = {"window": 40, "soft_cap": 2.0, "sinks": True, "slopes": "rounded"}
+_PLAIN = {"window": None, "soft_cap": None, "sinks": False, "slopes": None}
 _ODD = {"head_dim": 80, "group_size": 3, "block_size": 16, "dtype": "bfloat16", "layout": LAYOUTS[1]}
 _EVEN = {"head_dim": 64, "group_size": 1, "block_size": 64, "dtype": "float32", "layout": LAYOUTS[0]}
 _TURN = {"rotary": "half", "norm": True, "interleaved": True}

@@ -356,7 +356,7 @@ WIDE_CASE: Case = {
     "window": None,
     "soft_cap": None,
     "sinks": False,
-    "slopes": False,
+    "slopes": None,
 }
 ROW_AXES = ("token", "head")
 CACHE_AXES = ("block", "token", "head", "dim")

@@ -65,6 +65,7 @@ def paged_decode_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    rounds_slopes: bool = False,
     cu_query_lens: Tensor | None = None,
     max_query_len: int = 1,
     table_rows: Tensor | None = None,
@@ -93,6 +94,7 @@ def paged_decode_attention(
         sinks: (num_heads,) float32: a score of each head that takes part in the softmax and has no value; None: none.
         slopes: (num_heads,) float32: what a score of each head loses with every token between key and query (ALiBi),
             after the soft cap; None: nothing.
+        rounds_slopes: whether a score gains its slope with every token before the key instead, rounded to bfloat16.
         cu_query_lens: (num_seqs + 1,) int32: 0, then the running sum of the sequences' rows (not checked); None: one
             row each.
         max_query_len: a bound on a sequence's rows (not checked).
@@ -119,7 +121,7 @@ def paged_decode_attention(
         query, key_cache, value_cache, (block_tables, table_rows), seq_lens, cu_query_lens, key_scales, value_scales,
         scale, out, lse,
     )  # fmt: skip
-    options = check_options(window, soft_cap, sinks, query.shape[1], slopes)
+    options = check_options(window, soft_cap, sinks, query.shape[1], slopes, rounds_slopes=rounds_slopes)
     check_same_device(("query", query), ("sinks", sinks), ("slopes", slopes))
     require_launchable(query.device, reference="paged_decode_attention_reference")
     (_, num_heads, head_dim), num_seqs, num_kv_heads = query.shape, seq_lens.shape[0], key_cache.shape[2]
@@ -197,7 +199,7 @@ def paged_decode_attention(
             **scale_strides(key_scales),
         },
     )
-    options = options._replace(soft_cap=False, slopes=False)
+    options = options._replace(soft_cap=False, slopes=False, rounds_slopes=False)
     merge_variant(head_dim=head_dim, dtype=query.dtype, options=options, **schedule).launch(
         (num_seqs, num_heads, max_query_len), {**shared, "num_programs": plan.num_programs}
     )
@@ -216,6 +218,7 @@ def paged_decode_attention_reference(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    rounds_slopes: bool = False,
     cu_query_lens: Tensor | None = None,
     max_query_len: int = 1,
     table_rows: Tensor | None = None,
@@ -229,7 +232,7 @@ def paged_decode_attention_reference(
         query, key_cache, value_cache, (block_tables, table_rows), seq_lens, cu_query_lens, key_scales, value_scales,
         scale, out, lse,
     )  # fmt: skip
-    check_options(window, soft_cap, sinks, query.shape[1], slopes)
+    check_options(window, soft_cap, sinks, query.shape[1], slopes, rounds_slopes=rounds_slopes)
     if table_rows is not None:
         block_tables = block_tables[table_rows]
     lengths = seq_lens.long()
@@ -248,7 +251,11 @@ def paged_decode_attention_reference(
     grouped = query.float().reshape(query.shape[0], keys.shape[2], geometry.group_size, geometry.head_dim)
     scores = capped_reference(torch.einsum("nkgd,ntkd->nkgt", grouped, keys) * scale, soft_cap)
     if slopes is not None:
-        scores = scores + slopes.view(keys.shape[2], -1, 1) * (places + 1 - lengths[:, None])[:, None, None]
+        own = slopes.view(keys.shape[2], -1, 1)
+        if rounds_slopes:
+            scores = scores + (own * places).bfloat16().float()
+        else:
+            scores = scores + own * (places + 1 - lengths[:, None])[:, None, None]
     scores = scores.masked_fill(~valid[:, None, None], -math.inf)
     own_sinks = None if sinks is None else sinks.view(keys.shape[2], -1)
     weights = softmax_reference(scores, own_sinks).masked_fill((lengths <= 0)[:, None, None, None], 0.0)
@@ -380,6 +387,7 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915 - one kernel is one function
     HAS_SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
+    ROUNDS_SLOPES: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ) -> None:
     program = tl.program_id(0)
@@ -415,7 +423,7 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915 - one kernel is one function
     strides = key_strides + (value_stride_b, value_stride_t, value_stride_d, scale_stride)  # noqa: RUF005 - Triton's tuples
     slopes = 0.0
     if HAS_SLOPES:
-        slopes = tl.load(slopes_ptr + first_head + heads) * 1.4426950408889634
+        slopes = tl.load(slopes_ptr + first_head + heads)
     factors = (score_factor, cap_factor, window, slopes)
     sinks = tl.full((BLOCK_ROWS,), LOWEST, tl.float32)
     if HAS_SINKS:
@@ -459,6 +467,7 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915 - one kernel is one function
             *(state, query, row_positions, 0, columns, cache, strides, bounds, factors),
             *(HEAD_DIM, CACHE_BLOCK, BLOCK_DIM, BLOCK_KV, WIDE, UPCAST, HAS_SCALES, HAS_WINDOW, HAS_SOFT_CAP),
             HAS_SLOPES=HAS_SLOPES,
+            ROUNDS_SLOPES=ROUNDS_SLOPES,
             SKIPS_MASKS=False,
             IS_EXACT=False,
         )
@@ -469,6 +478,7 @@ def _attend_kernel(  # noqa: PLR0912, PLR0915 - one kernel is one function
                     *(state, query, row_positions, 0, columns, cache, strides, bounds, factors),
                     *(HEAD_DIM, CACHE_BLOCK, BLOCK_DIM, BLOCK_KV, WIDE, UPCAST, HAS_SCALES, HAS_WINDOW, HAS_SOFT_CAP),
                     HAS_SLOPES=HAS_SLOPES,
+                    ROUNDS_SLOPES=ROUNDS_SLOPES,
                     SKIPS_MASKS=False,
                     IS_EXACT=True,
                 )
@@ -573,6 +583,7 @@ def attend_variant(
             "HAS_SOFT_CAP": options.soft_cap,
             "HAS_SINKS": options.sinks,
             "HAS_SLOPES": options.slopes,
+            "ROUNDS_SLOPES": options.rounds_slopes,
             "HAS_LSE": has_lse,
         },
         num_warps=warps,

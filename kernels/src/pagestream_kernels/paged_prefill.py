@@ -59,6 +59,7 @@ def paged_prefill_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    rounds_slopes: bool = False,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
     table_rows: Tensor | None = None,
@@ -83,6 +84,7 @@ def paged_prefill_attention(
         sinks: (num_heads,) float32: a score of each head that takes part in the softmax and has no value; None: none.
         slopes: (num_heads,) float32: what a score of each head loses with every token between key and query (ALiBi),
             after the soft cap; None: nothing.
+        rounds_slopes: whether a score gains its slope with every token before the key instead, rounded to bfloat16.
         key_scales, value_scales: (num_blocks, num_kv_heads) float32 of a cache of float8 (`docs/kernels.md`), or None.
         table_rows: (num_seqs,) int64: of each sequence its row of `block_tables` (not checked), which may then have
             any number of rows; None: one each, in their order.
@@ -102,7 +104,7 @@ def paged_prefill_attention(
         query, key_cache, value_cache, (block_tables, table_rows), cu_query_lens, seq_lens, key_scales, value_scales,
         scale, out,
     )  # fmt: skip
-    options = check_options(window, soft_cap, sinks, query.shape[1], slopes)
+    options = check_options(window, soft_cap, sinks, query.shape[1], slopes, rounds_slopes=rounds_slopes)
     check_same_device(("query", query), ("sinks", sinks), ("slopes", slopes))
     require_launchable(query.device, reference="paged_prefill_attention_reference")
     farthest = max(MAX_ROWS * rows.stride(0) + geometry.group_size * rows.stride(1) for rows in (query, out))
@@ -166,6 +168,7 @@ def paged_prefill_attention_reference(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    rounds_slopes: bool = False,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
     table_rows: Tensor | None = None,
@@ -176,7 +179,7 @@ def paged_prefill_attention_reference(
         query, key_cache, value_cache, (block_tables, table_rows), cu_query_lens, seq_lens, key_scales, value_scales,
         scale, out,
     )  # fmt: skip
-    check_options(window, soft_cap, sinks, query.shape[1], slopes)
+    check_options(window, soft_cap, sinks, query.shape[1], slopes, rounds_slopes=rounds_slopes)
     if table_rows is not None:
         block_tables = block_tables[table_rows]
     starts = cu_query_lens.tolist()
@@ -195,7 +198,8 @@ def paged_prefill_attention_reference(
         grouped = query[start:end].float().reshape(end - start, keys.shape[1], geometry.group_size, geometry.head_dim)
         scores = capped_reference(torch.einsum("qkgd,tkd->kgqt", grouped, keys) * scale, soft_cap)
         if slopes is not None:
-            scores = scores + slopes.view(keys.shape[1], -1, 1, 1) * (positions - rows)
+            own = slopes.view(keys.shape[1], -1, 1, 1)
+            scores = scores + ((own * positions).bfloat16().float() if rounds_slopes else own * (positions - rows))
         own_sinks = None if sinks is None else sinks.view(keys.shape[1], -1, 1)
         weights = softmax_reference(scores.masked_fill(~visible, -math.inf), own_sinks)
         out[start:end] = torch.einsum("kgqt,tkd->qkgd", weights, values).flatten(1, 2).to(out.dtype)
@@ -357,6 +361,7 @@ def _prefill_kernel(  # noqa: PLR0915 - one kernel is one function
     HAS_SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
+    ROUNDS_SLOPES: tl.constexpr,
     IS_EXACT: tl.constexpr,
 ) -> None:
     # Not within a condition: there a stride of 1, which Triton makes a constant, could not become a number.
@@ -425,7 +430,7 @@ def _prefill_kernel(  # noqa: PLR0915 - one kernel is one function
         bounds = (begin, seen, end)
         slopes = 0.0
         if HAS_SLOPES:
-            slopes = tl.load(slopes_ptr + first_head + heads, mask=row_mask, other=0.0) * 1.4426950408889634
+            slopes = tl.load(slopes_ptr + first_head + heads, mask=row_mask, other=0.0)
         factors = (score_factor, cap_factor, window, slopes)
         out_ptrs = out_ptr + (first_row * out_stride_n + first_head * out_stride_h)
         out_ptrs += (tokens * out_stride_n + heads * out_stride_h)[:, None] + columns[None, :]
@@ -439,6 +444,7 @@ def _prefill_kernel(  # noqa: PLR0915 - one kernel is one function
                 *(state, query, row_positions, first_position, columns, cache, strides, bounds, factors),
                 *(HEAD_DIM, CACHE_BLOCK, BLOCK_DIM, BLOCK_KV, WIDE, UPCAST, HAS_SCALES, HAS_WINDOW, HAS_SOFT_CAP),
                 HAS_SLOPES=HAS_SLOPES,
+                ROUNDS_SLOPES=ROUNDS_SLOPES,
                 SKIPS_MASKS=True,
                 IS_EXACT=IS_EXACT,
             )
@@ -501,6 +507,7 @@ def prefill_variant(
             "HAS_SOFT_CAP": options.soft_cap,
             "HAS_SINKS": options.sinks,
             "HAS_SLOPES": options.slopes,
+            "ROUNDS_SLOPES": options.rounds_slopes,
             "IS_EXACT": is_exact,
         },
         num_warps=row.warps,

@@ -116,10 +116,17 @@ class Options(NamedTuple):
     soft_cap: bool = False
     sinks: bool = False
     slopes: bool = False
+    rounds_slopes: bool = False
 
 
 def check_options(
-    window: int | None, soft_cap: float | None, sinks: Tensor | None, num_heads: int, slopes: Tensor | None = None
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+    num_heads: int,
+    slopes: Tensor | None = None,
+    *,
+    rounds_slopes: bool = False,
 ) -> Options:
     """Check the options of attention, and return which of them are given."""
     if window is not None and window < 1:
@@ -131,7 +138,7 @@ def check_options(
             check_dtype(name, given, (torch.float32,))
             check_shape(name, given, (num_heads,), meaning="(num_heads,)")
             check_last_stride(name, given)
-    return Options(window is not None, soft_cap is not None, sinks is not None, slopes is not None)
+    return Options(window is not None, soft_cap is not None, sinks is not None, slopes is not None, rounds_slopes)
 
 
 def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:

@@ -80,6 +80,13 @@ def has_nan(accumulator: tl.tensor, row_mask: tl.tensor) -> tl.tensor:
 
 
 @jit
+def rounded_to_bfloat16(x: tl.tensor) -> tl.tensor:
+    """Finite numbers rounded to the nearest of bfloat16, in float32: on the bits, as a cast may cut them off."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+
+
+@jit
 def weighted_sum(
     weights: tl.tensor, values: tl.tensor, value_scale: tl.tensor, UPCAST: tl.constexpr, HAS_SCALES: tl.constexpr
 ) -> tl.tensor:
@@ -111,6 +118,7 @@ def attend_tiles(  # noqa: PLR0912, PLR0915 - one loop is one function
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
+    ROUNDS_SLOPES: tl.constexpr,
     SKIPS_MASKS: tl.constexpr,
     IS_EXACT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
@@ -125,7 +133,7 @@ def attend_tiles(  # noqa: PLR0912, PLR0915 - one loop is one function
         cache: pointers to the head's keys, values, their blocks' scales, and the sequence's block table.
         strides: of keys and of values by block, token and element; of the scales by block.
         bounds: begin and end of the tiles, and the first token that a row sees.
-        factors: of `score_factors`, the window, and with HAS_SLOPES (rows,) slopes of scores to base 2.
+        factors: of `score_factors`, the window, and with HAS_SLOPES (rows,) slopes.
 
     A weight of 0 times an infinite value is a NaN, for a row that does not see the value, too. With IS_EXACT such
     values reach the rows that see them and no others; all else has the same bits as without.
@@ -165,7 +173,11 @@ def attend_tiles(  # noqa: PLR0912, PLR0915 - one loop is one function
         if HAS_SOFT_CAP:
             scores = soft_capped(scores, cap_factor)
         if HAS_SLOPES:
-            scores += slopes[:, None] * (positions[None, :] - row_positions[:, None]).to(tl.float32)
+            if ROUNDS_SLOPES:
+                shares = rounded_to_bfloat16(slopes[:, None] * positions[None, :].to(tl.float32))
+            else:
+                shares = slopes[:, None] * (positions[None, :] - row_positions[:, None]).to(tl.float32)
+            scores += shares * 1.4426950408889634
         if IS_EXACT or not SKIPS_MASKS:
             visible = positions[None, :] <= row_positions[:, None]
             if HAS_WINDOW:

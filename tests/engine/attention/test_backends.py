@@ -69,7 +69,7 @@ FACTORS: Mapping[str, Sequence[Any]] = {
     "window": (None, 1, 5, 16, 37),
     "soft_cap": (None, 3.0),
     "sinks": (False, True),
-    "slopes": (False, True),
+    "slopes": (None, "exact", "rounded"),
     "rotation": (None, "neox", "interleaved", "partial"),
     "norm": (None, "narrow", "wide"),
     "scale": (None, 0.3),
@@ -110,8 +110,9 @@ class Sequences:
         dtype = DTYPES[self.case["dtype"]]
         self.qkv = [torch.randn(length, *size, generator=generator).to(dtype) for length in self.lengths]
         self.sinks = torch.randn(num_heads, generator=generator) if self.case["sinks"] else None
-        slopes = torch.rand(num_heads, generator=torch.Generator().manual_seed(num_heads))
+        slopes = torch.rand(num_heads, generator=torch.Generator().manual_seed(num_heads)) / 8
         self.slopes = slopes if self.case.get("slopes") else None
+        self.rounds = self.case.get("slopes") == "rounded"
         block_size = self.case["block_size"]
         counts = [-(-length // block_size) for length in self.lengths]
         if not self.pool:
@@ -133,7 +134,8 @@ class Sequences:
         case = self.case
         scale = case["scale"] or case["head_dim"] ** -0.5
         window, soft_cap = case["window"], case["soft_cap"]
-        return AttentionSpec(*case["heads"], case["head_dim"], scale, window, soft_cap, self.sinks, self.slopes)
+        of_slopes = {"slopes": self.slopes, "rounds_slopes": self.rounds}
+        return AttentionSpec(*case["heads"], case["head_dim"], scale, window, soft_cap, self.sinks, **of_slopes)
 
     @cached_property
     def rotation(self) -> Rotation | None:
@@ -216,7 +218,9 @@ class Sequences:
         if self.spec.soft_cap is not None:
             scores = self.spec.soft_cap * torch.tanh(scores / self.spec.soft_cap)
         places = torch.arange(end)
-        if self.slopes is not None:
+        if self.slopes is not None and self.rounds:
+            scores = scores + (self.slopes[:, None, None] * places).bfloat16().double()
+        elif self.slopes is not None:
             scores = scores + self.slopes.double()[:, None, None] * (places - places[:, None])
         hidden = places > places[:, None]
         if self.spec.window is not None:
@@ -464,7 +468,7 @@ LONG_OPTIONS = {
     "window": (None, 20, 300),
     "soft_cap": (None, 3.0),
     "sinks": (False, True),
-    "slopes": (False, True),
+    "slopes": (None, "exact", "rounded"),
 }
 LONG_SHAPE = {"head_dim": 80, "block_size": 16, "rotation": None}
 EXACT_OPTIONS = pairwise(
@@ -474,7 +478,7 @@ EXACT_OPTIONS = pairwise(
         "window": (None, 1, 20),
         "soft_cap": (None, 3.0),
         "sinks": (False, True),
-        "slopes": (False, True),
+        "slopes": (None, "exact", "rounded"),
     }
 )
 

@@ -421,6 +421,9 @@ class AttentionSpec:
     slopes: Tensor | None = None
     """(num_heads,) float32: what a score of each head loses with every token between query and key, after the soft cap
     (ALiBi, Press et al. 2021, arXiv:2108.12409)."""
+    rounds_slopes: bool = False
+    """Whether a score gains its slope with every token before the key instead, and that is rounded to bfloat16, with
+    which a model was trained (Falcon RW)."""
 
 
 class DeviceLengths(NamedTuple):

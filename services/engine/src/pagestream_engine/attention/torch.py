@@ -58,6 +58,8 @@ class PrefillChunk:
     """(blocks,) int64: those with a token that the chunk sees."""
     places: slice
     """Of the tokens in those blocks the ones that the chunk sees."""
+    first: int
+    """Position of the first one."""
     mask: Tensor | None
     """(new tokens, seen tokens) bool: what each query sees; None is plain causal."""
 
@@ -106,7 +108,7 @@ class TorchAttention(Attention[TorchMetadata]):
                 query, key, value, attn_mask=chunk.mask, is_causal=causal, scale=spec.scale, enable_gqa=True
             )
         else:
-            output = _attend_with_options(query, key, value, spec, chunk.mask)
+            output = _attend_with_options(query, key, value, spec, chunk)
         return output[0].transpose(0, 1)
 
     def _attend_decodes(self, layer: int, query: Tensor, spec: AttentionSpec, reads: BlockReads) -> Tensor:
@@ -119,7 +121,7 @@ class TorchAttention(Attention[TorchMetadata]):
         queries = query.reshape(len(query), -1).index_select(0, reads.owners).view(-1, group, dim)
         scores = torch.bmm(queries, keys.transpose(1, 2)).view(used, num_kv_heads, group, size)
         scores = capped(scores.float().mul_(spec.scale), spec)
-        scores = sloped(scores, spec, reads.distances).masked_fill_(reads.hidden, -torch.inf)
+        scores = sloped(scores, spec, reads).masked_fill_(reads.hidden, -torch.inf)
         largest = reads.largest(scores.amax(-1))
         sinks = None if spec.sinks is None else spec.sinks.view(num_kv_heads, group)
         if sinks is not None:
@@ -138,22 +140,28 @@ def capped(scores: Tensor, spec: AttentionSpec) -> Tensor:
     return scores if spec.soft_cap is None else scores.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)
 
 
-def sloped(scores: Tensor, spec: AttentionSpec, distances: Tensor) -> Tensor:
+def sloped(scores: Tensor, spec: AttentionSpec, reads: BlockReads) -> Tensor:
     """Let (used, num_kv_heads, group, block_size) scores fall by the layer's slopes, in place."""
     if spec.slopes is None:
         return scores
     slopes = spec.slopes.view(scores.shape[1], -1, 1)
-    return scores.sub_(slopes * distances[:, None, None].float())
+    return scores.add_(_shares(spec, slopes, reads.places[:, None, None], reads.own[:, None, None]))
 
 
-def _attend_with_options(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor:
+def _shares(spec: AttentionSpec, slopes: Tensor, places: Tensor, own: Tensor) -> Tensor:
+    """What scores get by slopes, of keys and query tokens at these places."""
+    return (slopes * places.float()).bfloat16().float() if spec.rounds_slopes else slopes * (places - own).float()
+
+
+def _attend_with_options(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, chunk: PrefillChunk) -> Tensor:
     """As `scaled_dot_product_attention`, with soft cap, slopes and sinks; query (1, num_heads, tokens, head_dim)."""
+    mask = chunk.mask
     group, tokens = spec.num_heads // spec.num_kv_heads, query.shape[2]
     key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
     scores = capped((query @ key.transpose(-1, -2)).float().mul_(spec.scale), spec)
     if spec.slopes is not None:  # the last key is the last query's own
-        places = torch.arange(key.shape[2], device=query.device)
-        scores.sub_(spec.slopes[:, None, None] * (places[-tokens:, None] - places).float())
+        places = torch.arange(key.shape[2], device=query.device) + chunk.first
+        scores.add_(_shares(spec, spec.slopes[:, None, None], places, places[-tokens:, None]))
     if mask is None:
         mask = torch.ones(tokens, key.shape[2], dtype=torch.bool, device=query.device).tril_()
     scores.masked_fill_(~mask, -torch.inf)
@@ -181,7 +189,8 @@ def _prepare_window(metadata: TorchMetadata, window: int | None) -> WindowMetada
         first_block = first // metadata.block_size
         blocks = gathered[index, first_block : -(-seq_len // metadata.block_size)].long()
         shift = first_block * metadata.block_size
-        chunks.append(PrefillChunk(begin, begin + query_len, blocks, slice(first - shift, seq_len - shift), mask))
+        places = slice(first - shift, seq_len - shift)
+        chunks.append(PrefillChunk(begin, begin + query_len, blocks, places, first, mask))
         begin += query_len
     if count == len(batch.seq_lens):
         return WindowMetadata(chunks, None)
@@ -214,8 +223,10 @@ class BlockReads:
     """(used, 1, 1, block_size) bool: tokens of the block that its owner does not see."""
     partial: Tensor
     """(rows,) int64: the rows with a hidden token."""
-    distances: Tensor
-    """(used, block_size) int64: tokens between each of the block's and its owner."""
+    places: Tensor
+    """(used, block_size) int64: of the block's tokens in their sequence."""
+    own: Tensor
+    """(used, 1) int64: of the owner."""
     num_owners: int
 
     def clear_hidden(self, rows: Tensor) -> Tensor:
@@ -253,8 +264,8 @@ def plan_reads(positions: Tensor, tables: Tensor, block_size: int, window: int |
     places = starts[columns, None] + torch.arange(block_size, device=tables.device)
     hidden = (places >= ends[owners]) | (places < begins[owners])
     partial = hidden.any(dim=1).nonzero().squeeze(1)
-    distances = ends[owners] - 1 - places
-    return BlockReads(tables[used].long(), owners, hidden[:, None, None], partial, distances, len(positions))
+    own = positions[owners, None]
+    return BlockReads(tables[used].long(), owners, hidden[:, None, None], partial, places, own, len(positions))
 
 
 class TorchOperators(Operators):
@@ -394,7 +405,7 @@ class DeterministicTorchAttention(Attention[DeterministicTorchMetadata]):
         keys, values = (reads.clear_hidden(each).view(-1, size, dim) for each in gathered)
         queries = query.reshape(len(query), -1).index_select(0, reads.owners).view(-1, group, dim)
         scores = _products(queries, keys, transpose=True).view(used, num_kv_heads, group, size).float()
-        scores = sloped(_capped(scores.mul_(spec.scale), spec), spec, reads.distances)
+        scores = sloped(_capped(scores.mul_(spec.scale), spec), spec, reads)
         scores = scores.masked_fill_(reads.hidden, -torch.inf)
         largest = reads.largest(scores.amax(-1))
         sinks = None if spec.sinks is None else spec.sinks.view(num_kv_heads, group)

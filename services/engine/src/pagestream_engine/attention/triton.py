@@ -159,6 +159,7 @@ class TritonAttention(Attention[TritonMetadata]):
             "soft_cap": spec.soft_cap,
             "sinks": spec.sinks,
             "slopes": spec.slopes,
+            "rounds_slopes": spec.rounds_slopes,
         }
         end = 0
         if metadata.prefill is not None:

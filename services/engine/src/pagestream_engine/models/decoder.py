@@ -89,6 +89,8 @@ class DecoderConfig:
     experts: ExpertsConfig | None = None
     slopes: tuple[float, ...] | None = None
     """Of each head: `AttentionSpec.slopes`."""
+    rounds_slopes: bool = False
+    """Likewise."""
     is_parallel: bool = False
     """Whether a layer's MLP takes what its attention takes, in place of what comes of that."""
     num_norms: int = 2

@@ -253,7 +253,7 @@ class NativeKernels:
         self._layer_norm = bind("layer_norm", *[_P] * 5, _F, *[_N] * 6)
         self._activate = {name: bind(name, *[_P] * 2, *[_N] * 2) for name in ("silu", "gelu", "gelu_tanh")}
         self._rope_and_cache = bind("rope_and_cache", *[_P] * 7, _B, _F, _P, _N, _B, *[_P] * 4, *[_N] * 9)
-        self._attention = bind("attention", *[_P] * 6, _N, _P, *[_N] * 6, _F, _F, _N, *[_P] * 3, _N)
+        self._attention = bind("attention", *[_P] * 6, _N, _P, *[_N] * 6, _F, _F, _N, *[_P] * 2, _B, _P, _N)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """(..., dim) of at most three dimensions -> the same shape, contiguous; `weight` is x's dtype or float32."""
@@ -392,6 +392,7 @@ class NativeKernels:
             spec.window or _NO_WINDOW,
             None if spec.sinks is None else spec.sinks.data_ptr(),
             None if spec.slopes is None else spec.slopes.data_ptr(),
+            spec.rounds_slopes,
             tiles.data_ptr(),
             tiles.shape[0],
             torch.get_num_threads(),

@@ -569,6 +569,7 @@ struct Options {
   float scale, soft_cap;
   int64_t window;
   const float *sinks, *slopes;
+  bool rounds_slopes;
 
   // The first token that the query token before `end` sees.
   int64_t begin(int64_t end) const { return end > window ? end - window : 0; }
@@ -901,22 +902,31 @@ struct Reduced {
   float largest, sum;
 };
 
-// Lets one row's scores fall by `slope` with each token between them and its own, `own` tokens behind the first.
-inline void let_fall(float* scores, int64_t width, float slope, int64_t own) {
-  Vec distance;
-  for (int64_t t = 0; t < W; ++t) distance[t] = float(own - t);
-  for (int64_t i = 0; i < width; i += W) store(scores + i, load(scores + i) - (distance - float(i)) * slope);
-}
+// How one row's scores fall with the distance of the keys, the first of which is at `origin`.
+struct Fall {
+  float slope;  // 0: they don't
+  int64_t origin, own;  // positions of the first key, and of the query token
+  bool is_rounded;      // by what is counted from position 0, rounded to bfloat16
+
+  void apply(float* scores, int64_t width) const {
+    Vec places;
+    for (int64_t t = 0; t < W; ++t) places[t] = float(is_rounded ? origin + t : origin + t - own);
+    for (int64_t i = 0; i < width; i += W) {
+      const Vec share = (places + float(i)) * slope;
+      store(scores + i, load(scores + i) + (is_rounded ? rounded<bf16>(share) : share));
+    }
+  }
+};
 
 // Weights of one row's scores, of which [lo, hi) of `width`, a multiple of 16, are visible; the others get none.
 // Never inlined, as `fold`: the same instructions must reduce each row.
 template <typename M>
 __attribute__((noinline)) Reduced soften(float* scores, typename M::Weight* weights, int64_t lo, int64_t hi,
-                                         int64_t width, float soft_cap, float slope, int64_t own) {
+                                         int64_t width, float soft_cap, const Fall& fall) {
   if (soft_cap != 0.0f)
     for (int64_t i = 0; i < width; i += W)
       store(scores + i, hyperbolic_tangent(load(scores + i) / soft_cap) * soft_cap);
-  if (slope != 0.0f) let_fall(scores, width, slope, own);
+  if (fall.slope != 0.0f) fall.apply(scores, width);
   std::fill(scores, scores + lo, -INFINITY);
   std::fill(scores + hi, scores + width, -INFINITY);
   Vec most = load(scores), total = splat(0.0f);
@@ -1129,7 +1139,7 @@ class Attention {
       const float slope = options.slopes ? options.slopes[head_of(task, row)] : 0.0f;
       if (lo < hi)
         scratch.parts[row] = soften<M>(scores + row * width, weights + row * width, lo, hi, width, options.soft_cap,
-                                       slope, visible - 1 - origin);
+                                       Fall{slope, origin, visible - 1, options.rounds_slopes});
       else
         std::memset((void*)(weights + row * width), 0, width * sizeof *weights);
     }
@@ -1251,14 +1261,14 @@ static_assert(PAGESTREAM_HEAD_DIM % W == 0, "head_dim must be a multiple of 16")
                         const float* key_scales, const float* value_scales, int64_t scale_stride,                      \
                         const int32_t* tables, int64_t table_stride, int64_t heads, int64_t kv_heads, int64_t block_size, \
                         int64_t block_stride, int64_t query_stride, float scale, float soft_cap, int64_t window,       \
-                        const float* sinks, const float* slopes, const int64_t* tiles, int64_t num_tiles,              \
-                        int threads) {                                                                                 \
+                        const float* sinks, const float* slopes, bool rounds_slopes, const int64_t* tiles,             \
+                        int64_t num_tiles, int threads) {                                                              \
     Attention<VECTORS, T, Stored<T>> attention;                                                                        \
     attention.keys = {keys, key_scales}, attention.values = {values, value_scales};                                    \
     attention.out = out, attention.query = query, attention.query_stride = query_stride;                               \
     attention.cache = {tables,      table_stride, heads,        kv_heads,                                              \
                        VECTORS * W, block_size,   block_stride, scale_stride};                                         \
-    attention.options = {scale, soft_cap, window, sinks, slopes};                                                      \
+    attention.options = {scale, soft_cap, window, sinks, slopes, rounds_slopes};                                       \
     attention.run((const Tile*)tiles, num_tiles, threads);                                                             \
   }
 

@@ -44,7 +44,8 @@ class Falcon(Gpt):
             num_norms = file.whole("num_ln_in_parallel_attn", 2)
         rope, slopes = plain_rope(file), None
         if file.flag("alibi", False):
-            # They were trained rounded so, and scaled like the products that they are added to.
+            # They were trained rounded so, and scaled like the products that they are added to: by a power of two where
+            # heads have 16, 64 or 256 elements, which changes no rounding.
             rounded = torch.tensor(alibi_slopes(num_heads)).bfloat16().tolist()
             slopes = tuple(slope * head_size(file) ** -0.5 for slope in rounded)
         context = RopeContext(*[file.whole("max_position_embeddings", 2048)] * 2) if slopes else rope.context
@@ -57,6 +58,7 @@ class Falcon(Gpt):
             output_bias=bias,
             mlp_bias=bias,
             slopes=slopes,
+            rounds_slopes=slopes is not None,
             is_parallel=is_parallel,
             num_norms=num_norms,
             tie_word_embeddings=file.flag("tie_word_embeddings", True),

@@ -105,6 +105,7 @@ class Llama(Family[DecoderConfig]):
                 window=window_within(layer.window, max_model_len),
                 soft_cap=config.soft_cap,
                 slopes=None if config.slopes is None else torch.tensor(config.slopes, dtype=torch.float32),
+                rounds_slopes=config.rounds_slopes,
             )
             for layer in config.layers
         ]
