@@ -46,6 +46,7 @@ FOREIGN = {
     *("LlamaModel", "QuantLinear", "WQLinear_GEMM", "compressed_tensors", "pack_to_int32"),  # of other engines
     *("cooldownPeriod", "pollingInterval"),  # of KEDA
     *("Tokenizer.decode", "Tokenizer.encode", "writelines"),  # of tokenizers, of asyncio
+    "use_experts_implementation",  # of transformers
     *("example.com/name", "functions.NAME", "leaseMs", "model.safetensors"),
 }
 """Names of other projects that no code of ours has."""
