@@ -11,12 +11,13 @@ Exits with 1 if fewer than MIN_SHARE of the model types pass.
 from __future__ import annotations
 
 import argparse
+import json
 import resource
 import sys
 import tempfile
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
@@ -99,6 +100,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kinds", nargs="*", metavar="MODEL_TYPE")
     parser.add_argument("--write", type=Path, help="file for the table")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="keep rows here, and go on after an interruption")
     options = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -107,8 +109,18 @@ def main(arguments: Sequence[str]) -> int:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     causal, nested = all_types(), nested_types()
     kinds = dict.fromkeys(options.kinds or [*causal, *nested])
-    rows = [report(run_one(kind, causal[kind])) for kind in kinds if kind in causal]
-    nested_rows = [report(run_one(kind, nested[kind], is_nested=True)) for kind in kinds if kind in nested]
+    kept = {} if options.rows is None or not options.rows.is_file() else json.loads(options.rows.read_text())
+
+    def row(kind: str, architecture: str, *, is_nested: bool = False) -> Row:
+        name = f"{kind} {architecture} {is_nested}"
+        if name not in kept:
+            kept[name] = astuple(report(run_one(kind, architecture, is_nested=is_nested)))
+            if options.rows is not None:
+                options.rows.write_text(json.dumps(kept))
+        return Row(*kept[name])
+
+    rows = [row(kind, causal[kind]) for kind in kinds if kind in causal]
+    nested_rows = [row(kind, nested[kind], is_nested=True) for kind in kinds if kind in nested]
     if options.write is not None:
         options.write.write_text(page(rows, nested_rows) + published_part(options.write) + TAIL)
     counted = [row for row in rows if row.kind in model_types()]
