@@ -20,8 +20,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -40,16 +41,18 @@ IMPORTED_LATER = (
 """What test files import within their tests, for seconds."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 """A fork has none of the threads that libraries have started by then, and some of those wait for theirs."""
+END_LIMIT_S = 5.0
+POLL_S = 0.02
 MOST_FILES = 250
 """Linux passes no more at once."""
 PLACES = "FORKED_WORKERS_PATH"
 """Environment variable: `sys.path` of the process that imports."""
 
+_importing = pytest.StashKey[subprocess.Popen[bytes]]()
+
 
 def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
     """Start the process that imports, and have each of pytest-xdist's processes forked from it."""
-    from support.processes.session import at_session_end
-
     if len(specs) < 2 or not all(spec.popen and not spec.python for spec in specs):
         return
     base = Path(config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
@@ -68,14 +71,24 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
             env={**ONE_THREAD, **os.environ, "TOKENIZERS_PARALLELISM": "false", PLACES: json.dumps(sys.path)},
             pass_fds=[listener.fileno()],
         )
-
-    def end() -> None:
-        with process:
-            process.kill()
-
-    at_session_end.append(end)
+    config.stash[_importing] = process
     for spec in specs:
         spec.python = str(python)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
+    """End it after what it has forked, whose processor time is pytest's then."""
+    yield
+    process = session.config.stash.get(_importing, None)
+    if process is None or process.stdin is None:
+        return
+    with process:
+        process.stdin.close()
+        try:
+            process.wait(2 * END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 class AsWorker:
@@ -101,26 +114,42 @@ def main() -> None:
     sys.path[:] = json.loads(os.environ.pop(PLACES))
     listener = socket.socket(fileno=int(sys.argv[1]))
     python, threshold = sys.argv[2], gc.get_threshold()
-    status = pytest.main(sys.argv[3:], plugins=[AsWorker()])
+    is_whole = pytest.main(sys.argv[3:], plugins=[AsWorker()]) in (
+        pytest.ExitCode.OK,
+        pytest.ExitCode.NO_TESTS_COLLECTED,
+    )
     gc.set_threshold(*threshold)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+    signal.signal(signal.SIGCHLD, _reap)
     while True:
         readable, _, _ = select.select([listener, sys.stdin], [], [])
         if sys.stdin in readable:
-            return
+            break
         connection, _ = listener.accept()
         with connection:
             _, files, _, _ = socket.recv_fds(connection, 1, MOST_FILES)
             order = json.loads(b"".join(iter(partial(connection.recv, 65536), b"")))
             # A test file that can't be imported is left half imported: each process says so for itself.
-            pid = os.fork() if status == pytest.ExitCode.OK else 0
-            if pid == 0 and status == pytest.ExitCode.OK:
+            pid = os.fork() if is_whole else 0
+            if pid == 0 and is_whole:
                 listener.close()
                 connection.close()
                 _become(order, files, python)
             connection.sendall(pid.to_bytes(4, "big"))
         for file in files:
             os.close(file)
+    end = time.monotonic() + END_LIMIT_S
+    while _reap() and time.monotonic() < end:
+        time.sleep(POLL_S)
+
+
+def _reap(*_: object) -> bool:
+    """Wait for the children that have ended; return whether there are others."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _become(order: dict[str, Any], files: Sequence[int], python: str) -> None:
