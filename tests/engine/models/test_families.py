@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from pagestream_engine import LLM, ConfigError, Engine, EngineConfig, Logprob, RequestOutput, SamplingParams
 from pagestream_engine.models.families.mpt import mpt_slopes
 from pagestream_engine.models.gpt import alibi_slopes
+from safetensors.torch import load_file, save_file
 from support.engines.tiny_models import TINY_MODELS, VOCAB_SIZE, random_prompts, reference_model
 from torch import Tensor
 
@@ -63,6 +67,34 @@ def test_slopes_are_those_of_transformers() -> None:
         for largest in (8, 16):
             slopes = -mpt.build_mpt_alibi_tensor(num_heads, 2, largest)[:, 0, 0]
             torch.testing.assert_close(torch.tensor(mpt_slopes(num_heads, largest)), slopes, atol=0, rtol=1e-6)
+
+
+def test_what_transformers_leaves_out_of_mpt(model_of: Callable[..., Path], tmp_path: Path) -> None:
+    """Layer norms of query and key, over all heads, and a factor of the logits."""
+    folder, reference = tmp_path / "mpt", reference_model(model_of("mpt"))
+    shutil.copytree(model_of("mpt"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["attn_config"]["qk_ln"], config["logit_scale"] = True, "inv_sqrt_d_model"
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors, size = load_file(folder / "model.safetensors"), reference.config.d_model
+    for index, block in enumerate(reference.transformer.blocks):
+        weights = [torch.randn(size), torch.randn(size)]
+        for name, weight in zip(("q_ln", "k_ln"), weights, strict=True):
+            tensors[f"transformer.blocks.{index}.attn.{name}.weight"] = weight
+        block.attn.clip_qkv = None
+
+        def normed(module: Any, given: Any, qkv: Tensor, weights: list[Tensor] = weights) -> Tensor:
+            *both, value = qkv.clamp(-1.5, 1.5).chunk(3, dim=-1)
+            of = zip(both, weights, strict=True)
+            return torch.cat((*(F.layer_norm(x, (size,), weight) for x, weight in of), value), dim=-1)
+
+        block.attn.Wqkv.register_forward_hook(normed)
+    save_file(tensors, folder / "model.safetensors")
+    for output in start(folder).generate(random_prompts([50]), ALL, use_tqdm=False):
+        ids = output.prompt_token_ids + output.outputs[0].token_ids
+        with torch.inference_mode():
+            expected = (reference(torch.tensor([ids[:-1]])).logits[0] * size**-0.5).log_softmax(-1)
+        torch.testing.assert_close(rows_of(output), expected, atol=TOLERANCE, rtol=0)
 
 
 def test_bfloat16_stays_near_float32(llama: Path) -> None:

@@ -29,7 +29,8 @@ _EXPECTED = {"alibi": True, "prefix_lm": False, "attn_type": "multihead_attentio
 
 
 class Mpt(Gpt):
-    """MosaicML 2023, github.com/mosaicml/llm-foundry."""
+    """MosaicML 2023, github.com/mosaicml/llm-foundry, whose code says what `alibi_bias_max`, `logit_scale` and `qk_ln`
+    mean: `transformers` leaves them out."""
 
     architecture = "MptForCausalLM"
     names = GptNames(
