@@ -61,11 +61,6 @@ class NewSequence:
     adapter: Adapter | None = None
     """The adapter that its tokens are computed with."""
 
-    @property
-    def reports_prompt(self) -> bool:
-        """Whether something is wanted of its prompt beside its samples."""
-        return self.num_prompt_logprobs is not None or self.params.pooling is not None
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockEdits:

@@ -375,7 +375,9 @@ class ModelRunner:
 
     def _edit(self, plan: StepPlan) -> None:
         self._batch.apply(plan)
-        if self._prompt_work.rows or any(new.reports_prompt for new in plan.added):
+        if self._prompt_work.rows or any(
+            new.num_prompt_logprobs is not None or new.params.pooling is not None for new in plan.added
+        ):
             self._prompt_work.edit(plan)
         if self._stage.is_last:
             if len(plan.removed) or len(plan.added):
