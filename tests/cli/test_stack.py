@@ -38,6 +38,11 @@ def client(stack: Stack) -> Iterator[openai.OpenAI]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(str(DEMO_MODEL), dtype="float32")
+
+
 def questions() -> list[tuple[str, str]]:
     held_out = json.loads((DEMO_MODEL / "questions.json").read_text())["held_out"]
     certain = [case for case in held_out if case["certain"] and len(case["messages"]) == 1]
@@ -142,16 +147,15 @@ def test_a_long_answer_comes_in_pieces(client: openai.OpenAI) -> None:
     assert len(pieces) > 3
 
 
-def test_completions_equal_the_offline_engine(client: openai.OpenAI) -> None:
+def test_completions_equal_the_offline_engine(client: openai.OpenAI, llm: LLM) -> None:
     prompts = ["The lighthouse", "The baker of Tidewick", "One evening"]
-    llm = LLM(str(DEMO_MODEL), dtype="float32")
     offline = llm.generate(prompts, SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=40))
     served = client.completions.create(model="demo", prompt=prompts, temperature=0.8, top_p=0.9, seed=11, max_tokens=40)
     assert [choice.text for choice in served.choices] == [output.outputs[0].text for output in offline]
     assert [choice.finish_reason for choice in served.choices] == [o.outputs[0].finish_reason for o in offline]
 
 
-def test_penalties_bias_and_log_probabilities_equal_the_offline_engine(client: openai.OpenAI) -> None:
+def test_penalties_bias_and_log_probabilities_equal_the_offline_engine(client: openai.OpenAI, llm: LLM) -> None:
     prompt = "The lighthouse"
     params = SamplingParams(
         temperature=0.7,
@@ -164,7 +168,7 @@ def test_penalties_bias_and_log_probabilities_equal_the_offline_engine(client: o
         logit_bias={40: -100.0},
         logprobs=3,
     )
-    offline = LLM(str(DEMO_MODEL), dtype="float32").generate([prompt], params)[0].outputs
+    offline = llm.generate([prompt], params)[0].outputs
     asked: dict[str, Any] = {
         "model": "demo",
         "prompt": prompt,
@@ -313,7 +317,10 @@ def test_a_sampled_answer_with_siblings_comes_again(
     assert "log probabilities of the chosen tokens differ by at most" in done.stderr
 
 
-@pytest.mark.parametrize("options", [[], OFFLINE], ids=["by the deployment", "offline"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param([], id="by the deployment"), pytest.param(OFFLINE, id="offline", marks=pytest.mark.slow)],
+)
 def test_a_record_that_says_something_else_is_found(
     stack: Stack, replay: Callable[..., Done], own_client: Client, options: list[str]
 ) -> None:
