@@ -24,6 +24,7 @@ READERS = {"data_ptr", "addressof", "__cuda_array_interface__", "__dlpack__", "C
 
 KEPT = {
     "pagestream_engine/features/lora/additions.py NativeAdditions.put": "a CPU's matrices; AdapterPool.empty_slots",
+    "pagestream_engine/layers/linear.py PackedGroup.__init__": "a CPU's weights, which it holds",
     "pagestream_engine/models/general/model.py MaskRecorder.make": "for one pass of the probe, which holds the tensors",
     "pagestream_engine/runner/graphs.py CudaGraphRecorder.__init__": "as `begin`",
     "pagestream_engine/runner/graphs.py CudaGraphRecorder.begin": "ModelRunner.sleep drops the graphs of a pool",
@@ -33,15 +34,20 @@ KEPT = {
 """Who keeps addresses beyond a call, and what empties it."""
 PASSED = {
     "pagestream_engine/features/lora/additions.py NativeLora.add",
+    "pagestream_engine/attention/native/attention.py NativeKernels.activate",
     "pagestream_engine/attention/native/attention.py NativeKernels.add_rms_norm",
     "pagestream_engine/attention/native/attention.py NativeKernels.attend",
     "pagestream_engine/attention/native/attention.py NativeKernels.gate_and_mul",
+    "pagestream_engine/attention/native/attention.py NativeKernels.layer_norm",
     "pagestream_engine/attention/native/attention.py NativeKernels.rms_norm",
     "pagestream_engine/attention/native/attention.py NativeKernels.rope_and_cache",
     "pagestream_engine/attention/native/attention.py _scale_arguments",
+    "pagestream_engine/layers/experts.py _stacked",
     "pagestream_engine/layers/linear.py NativeLinears.multiply",
+    "pagestream_engine/layers/linear.py NativeLinears.multiply_groups",
     "pagestream_engine/layers/linear.py NativeLinears.pack",
     "pagestream_engine/layers/quantised.py QuantisedLinears.multiply",
+    "pagestream_engine/layers/quantised.py QuantisedLinears.multiply_groups",
     "pagestream_engine/layers/quantised.py QuantisedLinears.pack",
     "pagestream_engine/models/general/model.py MaskRecorder.window",
     "pagestream_engine/features/offload.py MovedTensors.__init__",
