@@ -42,7 +42,7 @@ def _folder(folder: Path, kind: str, **changes: Any) -> Path:
         ({"architectures": ["NoSuchForCausalLM"], "model_type": "gpt2"}, "NoSuchForCausalLM"),
         ({"architectures": ["GPT2LMHeadModel"], "model_type": "no_such"}, "no_such"),
         ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "recurrent state"),
-        ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, "attention interface"),
+        ({"architectures": ["XLNetLMHeadModel"], "model_type": "xlnet"}, "attention interface"),
         ({"architectures": ["BartForCausalLM"], "model_type": "bart"}, "encoder-decoder"),
         ({"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}, "vision inputs"),
     ],
