@@ -6,7 +6,7 @@ The forward pass is `DecoderModel.forward`, at the end, over layers such as `Pre
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -241,6 +241,10 @@ class DecoderStep:
     """Of each rotation of the model at the step's positions."""
 
 
+HeadsNorm = Callable[[Tensor], Tensor]
+"""(tokens, heads, head_dim) -> the same shape."""
+
+
 @dataclass(frozen=True, slots=True)
 class SelfAttention:
     """Projections, norms of query and key where the family has them, rotation, and attention over the cache."""
@@ -252,7 +256,7 @@ class SelfAttention:
     rotation: Rotation | None
     norm: HeadNorm | None = None
     """Of query and key, where the family has one."""
-    layer_norms: tuple[Norm, Norm] | None = None
+    layer_norms: tuple[HeadsNorm, HeadsNorm] | None = None
     """Of query and key (tokens, heads, head_dim), where the family has such."""
     bound: float | None = None
     """Largest magnitude of what is projected."""

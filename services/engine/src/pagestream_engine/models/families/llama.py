@@ -20,6 +20,7 @@ from pagestream_engine.models.decoder import (
     DecoderLayer,
     DecoderModel,
     Entry,
+    HeadsNorm,
     LayerConfig,
     PreNormLayer,
     SelfAttention,
@@ -191,7 +192,7 @@ class Llama(Family[DecoderConfig]):
             bound=builder.config.qkv_bound,
         )
 
-    def layer_norms(self, builder: DecoderBuilder, index: int) -> tuple[Norm, Norm]:
+    def layer_norms(self, builder: DecoderBuilder, index: int) -> tuple[HeadsNorm, HeadsNorm]:
         """Build a layer's layer norms of query and key."""
         raise InvariantViolation(f"{self.architecture}: given layer norms of query and key, expected none")
 

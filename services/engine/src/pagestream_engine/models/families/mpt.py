@@ -12,7 +12,7 @@ from pagestream_engine.errors import ModelFileError, UnsupportedModel
 from pagestream_engine.layers.mlp import LayerNorm, Norm
 from pagestream_engine.layers.rope import RopeContext
 from pagestream_engine.models.config import ConfigFile
-from pagestream_engine.models.decoder import DecoderConfig, LayerConfig, read_decoder
+from pagestream_engine.models.decoder import DecoderConfig, HeadsNorm, LayerConfig, read_decoder
 from pagestream_engine.models.families.llama import DecoderBuilder
 from pagestream_engine.models.gpt import Gpt, GptNames, in_llamas_words, with_shape
 from pagestream_engine.models.weights import Part, TensorWeight, Weight
@@ -85,7 +85,7 @@ class Mpt(Gpt):
     def qkv(self, config: DecoderConfig, prefix: str) -> Iterator[Part]:
         yield Part(prefix + "Wqkv", 3 * config.query_size)
 
-    def layer_norms(self, builder: DecoderBuilder, index: int) -> tuple[Norm, Norm]:
+    def layer_norms(self, builder: DecoderBuilder, index: int) -> tuple[HeadsNorm, HeadsNorm]:
         config, operators = builder.config, builder.context.backend.operators
         weights = [builder.parameters.tensor(f"{index}.{name}") for name in ("q_norm", "k_norm")]
         query, key = (LayerNorm(weight, None, config.norm_eps, operators) for weight in weights)

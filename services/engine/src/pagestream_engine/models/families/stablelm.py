@@ -3,9 +3,9 @@ attention and MLP in parallel."""
 
 from __future__ import annotations
 
-from pagestream_engine.layers.mlp import LayerNorm, Norm
+from pagestream_engine.layers.mlp import LayerNorm
 from pagestream_engine.models.config import ConfigFile
-from pagestream_engine.models.decoder import DecoderConfig, LayerConfig, plain_rope, read_decoder
+from pagestream_engine.models.decoder import DecoderConfig, HeadsNorm, LayerConfig, plain_rope, read_decoder
 from pagestream_engine.models.families.llama import DecoderBuilder
 from pagestream_engine.models.gpt import LayerNormed, in_llamas_words, with_shape
 from pagestream_engine.models.weights import Part, TensorWeight, Weight
@@ -49,7 +49,7 @@ class StableLm(LayerNormed):
                 weights[name] = TensorWeight(tuple(parts))
         return weights
 
-    def layer_norms(self, builder: DecoderBuilder, index: int) -> tuple[Norm, Norm]:
+    def layer_norms(self, builder: DecoderBuilder, index: int) -> tuple[HeadsNorm, HeadsNorm]:
         ranks, config = builder.context.ranks, builder.config
         norms = []
         for name, own in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads)):
