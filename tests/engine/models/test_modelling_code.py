@@ -90,7 +90,7 @@ def test_missing_and_corrupt_weights_are_named(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"h\.1\.mlp\.c_fc\.weight"):
         open_model(tmp_path).attention_specs(_TARGET)
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ModelFileError, match="can't be loaded"):
+    with pytest.raises(ModelFileError, match=r"model\.safetensors: .*: given bytes \d+ to \d+, expected"):
         open_model(tmp_path).attention_specs(_TARGET)
 
 

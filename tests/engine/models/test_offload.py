@@ -227,7 +227,7 @@ def test_tensors_come_back_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
     matrix.zero_()
-    assert not held["a"][0].method._weight.any(), "a view of what came back"  # type: ignore[index, union-attr]
+    assert not held["a"][0].method.weight.any(), "a view of what came back"  # type: ignore[index, union-attr]
 
 
 @pytest.mark.parametrize(
