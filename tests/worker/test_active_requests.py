@@ -175,7 +175,7 @@ def begin(table: RequestTable, *request_ids: str) -> dict[str, int]:
         table.requests.add_outputs([SequenceOutput(f"{request_id}/n/0", 1, "a")])
     settle(table)
     groups = [command for command in table.commands if isinstance(command, AddGroup)]
-    return {group.choices[0].seq_id.partition("/")[0]: group.log for group in groups}
+    return {group.choices[0].seq_id.partition("/")[0]: group.log_handle for group in groups}
 
 
 def settle(table: RequestTable) -> None:
@@ -226,7 +226,7 @@ async def test_only_a_single_choice_without_logprobs_has_a_log_for_plain_tokens(
     for each in (asks, claim("n", request_id="two", num_choices=2), claim("n", request_id="one")):
         table.requests.start(each)
     groups = [command for command in table.commands if isinstance(command, AddGroup)]
-    assert [group.log > 0 for group in groups] == [False, False, True]
+    assert [group.log_handle > 0 for group in groups] == [False, False, True]
 
 
 async def test_columns_wait_for_the_append_of_first_tokens(table: RequestTable) -> None:

@@ -49,7 +49,7 @@ def open_choices(request: RunningRequest) -> list[Choice]:
 
 
 def is_plain(request: RunningRequest) -> bool:
-    return all(group.log for _, group in request.open_groups())
+    return all(group.log_handle for _, group in request.open_groups())
 
 
 def play(request: RunningRequest, script: list[tuple[int, SequenceOutput]]) -> list[LogEntry]:

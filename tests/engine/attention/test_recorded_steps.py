@@ -50,8 +50,10 @@ class Served:
 
 
 PLAIN = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
+OTHER = ("gptj", "codegen", "bloom", "mpt", "falcon", "xglm", "biogpt", "gpt-neo", "stablelm", "gpt-neox-japanese")
+"""Families with attention, norms or positions of their own."""
 CASES: dict[str, Served] = {
-    **{name: Served(name) for name in PLAIN},
+    **{name: Served(name) for name in (*PLAIN, *OTHER)},
     **{f"{name}, cache of fp8": Served(name, FLOAT8) for name in PLAIN},
     "windows in some layers": Served("qwen3-window"),
     "tied head, biases": Served("llama-tied"),
@@ -112,8 +114,9 @@ def watch_steps(base: str, names: list[str]) -> dict[str, Any]:
 QUICK = (
     *("mistral", "qwen2", "gemma2", "phi3"),
     *("gemma3, cache of fp8", "deterministic", "weights of 4 bits in a checkpoint"),  # of gemma3, qwen3 and llama
+    *("bloom", "gptj"),  # slopes, and rotations of neighbours
 )
-"""Each family once."""
+"""Each kind of family once."""
 
 
 @pytest.mark.parametrize(
@@ -131,7 +134,7 @@ def test_recorded_steps_hold_nothing_of_the_host(
 
 
 def test_each_family_is_looked_at(model_of: Callable[..., Path]) -> None:
-    folders = [model_of(name) for name in (*PLAIN, *NOT_RECORDED)]
+    folders = [model_of(name) for name in (*PLAIN, *OTHER, *NOT_RECORDED)]
     found = [json.loads((folder / "config.json").read_text())["architectures"][0] for folder in folders]
     assert sorted(found) == sorted(fused_architectures())
 

@@ -15,7 +15,7 @@ NUMERICS: Mapping[str, int] = {
     "native": 1,
     # What a model computes and in which order: families, layers, how weights are read and quantised, adapters, parts
     # of a model that ranks add up; attention and operators in torch's operations.
-    "torch": 1,
+    "torch": 2,
     # The Triton kernels, the plans by which they divide work, and the tables of their tile sizes.
     "triton": 2,
     # From logits to a token: what sampling parameters mean, grammars, penalties, filters, noise, draws (the C++ and

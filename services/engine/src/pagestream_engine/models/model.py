@@ -133,6 +133,11 @@ class ModelSource(ABC):
         self.folder = folder
         self.info = info
 
+    @property
+    def may_have_experts(self) -> bool:
+        """False where it is known that there are none; code of transformers' own may have some."""
+        return self.routes_tokens or self.weights is None
+
     def weight_bytes(self, target: Target) -> int:
         """Return the bytes that the weights need in memory while they are loaded, about.
 

@@ -111,6 +111,8 @@ def settle_numerics(model: Model, backend: Backend, dtype: torch.dtype, *, exact
 _FIRST_VERSIONS = Path(__file__).with_name("first_versions.txt")
 _BY_DECODER = 2
 """Version of `text` since which added tokens pass the decoder (docs/design/tool-calls.md#tokenizing-prompts)."""
+_BY_SORTED_EXPERTS = 2
+"""Version of `torch` since which all experts of a layer compute in one call, over tokens sorted by them."""
 
 
 def fingerprint(
@@ -120,6 +122,7 @@ def fingerprint(
     numerics: Numerics,
     plugin_digest: str,
     *,
+    has_experts: bool,
     shapes: Sequence[CacheShape],
     quantization: str | None,
     num_ranks: int,
@@ -134,6 +137,7 @@ def fingerprint(
         max_model_len: longest sequence, in tokens.
         numerics: the settled mode.
         plugin_digest: `ModelSource.plugin_digest`.
+        has_experts: whether the model may have them.
         shapes: of the KV groups with all layers: which stage has which of them changes no bit.
         quantization: `ModelConfig.quantization`.
         num_ranks: of a stage, whose parts of a sum are added up.
@@ -144,7 +148,7 @@ def fingerprint(
         *_FIRST_VERSIONS.read_text().splitlines(),
         *(
             f"{name}={NUMERICS[name]}"
-            for name in sorted(NUMERICS.keys() - _unused(backend, model_dir))
+            for name in sorted(NUMERICS.keys() - _unused(backend, model_dir, has_experts=has_experts))
             if NUMERICS[name] > 1
         ),
         *map(_shape, shapes),
@@ -164,7 +168,7 @@ def fingerprint(
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _unused(backend: Backend, model_dir: Path) -> set[str]:
+def _unused(backend: Backend, model_dir: Path, *, has_experts: bool) -> set[str]:
     """Return those of NUMERICS whose changes change nothing that an engine gives: no request waits for them."""
     unused = set()
     if backend.store.device.type == "cuda":
@@ -173,6 +177,8 @@ def _unused(backend: Backend, model_dir: Path) -> set[str]:
         unused.add("triton")
     if NUMERICS["text"] == _BY_DECODER and has_first_texts(model_dir):
         unused.add("text")
+    if NUMERICS["torch"] == _BY_SORTED_EXPERTS and not has_experts:
+        unused.add("torch")
     return unused
 
 

@@ -106,8 +106,8 @@ class ModelRunner:
             self._stage,
         )
         opened = open_draft(config.speculation.speculative_model, info, target)
-        draft_bytes = 0 if opened is None else opened.weight_bytes
-        check_weights_fit(source.weight_bytes(target) + draft_bytes, device, config.cache.gpu_memory_utilization)
+        num_bytes = source.weight_bytes(target) + (0 if opened is None else opened.weight_bytes)
+        check_weights_fit(num_bytes, device, config.cache.gpu_memory_utilization)
         with torch.inference_mode():
             specs = source.attention_specs(target)
             self.kv_layout, shapes, self._whole_shapes = plan_cache(
@@ -127,7 +127,11 @@ class ModelRunner:
         self.adapters = attach_adapters(source, self._model, config.adapters, target)
         self.grammars = GrammarCompiler(model_dir, info.vocab_size, info.eos_token_ids)
         """Compiles what requests ask their outputs to match."""
-        self._model_dir, self._plugin_digest, self.has_head = model_dir, source.plugin_digest, info.has_head
+        self._model_dir, self._plugin_digest, self._may_have_experts = (
+            model_dir,
+            source.plugin_digest,
+            source.may_have_experts,
+        )
         self._num_blocks, self._num_compilations, self.pooled_size = (
             0,
             0,
@@ -174,11 +178,17 @@ class ModelRunner:
             self.max_model_len,
             self.numerics,
             self._plugin_digest,
+            has_experts=self._may_have_experts,
             shapes=self._whole_shapes,
             quantization=self._config.model.quantization,
             num_ranks=self._ranks.size,
             takes_adapters=self._config.adapters.enable_lora,
         )
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the model has logits of a vocabulary."""
+        return self.model_info.has_head
 
     @property
     def is_deterministic(self) -> bool:
