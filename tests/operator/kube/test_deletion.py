@@ -75,7 +75,7 @@ def test_a_deletion_in_the_foreground_unpublishes_the_model(operator: OperatorPr
     world.end_job("fore-unpublish", "Succeeded")
     wait_gone(world, "fore")
     assert not world.events("UnpublishFailed")
-    assert any("all engines have ended" in note for note in world.events("Drained"))
+    world.wait_event("Drained", "all engines have ended")
 
 
 def test_the_pods_of_a_lost_node_hold_up_no_pool(operator: OperatorProcess, world: PoolWorld) -> None:
@@ -83,8 +83,8 @@ def test_the_pods_of_a_lost_node_hold_up_no_pool(operator: OperatorProcess, worl
     start_pool(world, "lost", drain={"deletionTimeoutSeconds": 0, "graceSeconds": 40})
     world.kube.delete(world.path("enginepools", "lost"), propagationPolicy="Foreground")
     eventually(lambda: FINALIZER not in finalizers(world, "lost"), "the operator has let it go")
-    assert any("kubectl delete pod --force lost-engine-" in note for note in world.events("DrainTimedOut"))
-    assert any("pagestream models rm lost" in note for note in world.events("UnpublishFailed"))
+    world.wait_event("DrainTimedOut", "kubectl delete pod --force lost-engine-")
+    world.wait_event("UnpublishFailed", "pagestream models rm lost")
     world.kube.kubectl("-n", world.namespace, "delete", "pods", "-l", "pagestream.dev/pool=lost", "--force")
     wait_gone(world, "lost")
     job = job_of(world, "lost")
@@ -97,7 +97,7 @@ def test_orphans_run_on_and_stay_listed(operator: OperatorProcess, world: PoolWo
     start_pool(world, "orphan")
     world.kube.delete(world.path("enginepools", "orphan"), propagationPolicy="Orphan")
     wait_gone(world, "orphan")
-    assert world.events("Orphaned")
+    world.wait_event("Orphaned")
     assert not world.kube.exists(world.path("jobs", "orphan-unpublish"))
     assert world.replicas("orphan") == 1
     assert not world.ending("orphan")
@@ -116,8 +116,8 @@ def test_a_refused_drain_holds_up_no_pool(operator: OperatorProcess, world: Pool
         job_of(world, "refused")
         world.end_job("refused-unpublish", "Failed", exit_code=3)
         wait_gone(world, "refused")
-    assert any("can't be drained" in note and "by a test" in note for note in world.events("DrainTimedOut"))
-    assert any("pagestream models rm refused" in note for note in world.events("UnpublishFailed"))
+    world.wait_event("DrainTimedOut", "can't be drained", "by a test")
+    world.wait_event("UnpublishFailed", "pagestream models rm refused")
 
 
 POLICIES = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"

@@ -52,7 +52,7 @@ def test_a_pool_gets_its_objects_a_status_and_an_event(operator: OperatorProcess
     assert world.wait_condition("Progressing", "Settled", "whole")["status"] == "False"
     assert world.condition("Degraded", "whole")["status"] == "False"
     assert len(names) == 2
-    assert world.events("Created")[-1] == "Deployment whole-engine was created"
+    world.wait_event("Created", "Deployment whole-engine was created")
     assert "scaling" in status["status"]
 
 
@@ -325,7 +325,7 @@ def test_what_is_somebody_elses_is_not_taken(operator: OperatorProcess, world: P
     assert (found["annotations"], found.get("labels")) == ({"mine": "1"}, None)
     world.kube.delete(world.path("serviceaccounts", "taken-engine"))
     world.wait_condition("Degraded", "AsExpected", "taken")
-    assert any("isn't the operator's" in note for note in world.events("Blocked"))
+    world.wait_event("Blocked", "isn't the operator's")
 
 
 def test_what_the_api_server_refuses_is_reported_and_not_tried_each_second(
@@ -515,9 +515,7 @@ def test_a_job_that_fails_does_not_hold_the_pool(operator: OperatorProcess, worl
     eventually(lambda: world.kube.exists(world.path("jobs", "stays-unpublish")), "the Job")
     world.end_job("stays-unpublish", "Failed", exit_code=3)
     eventually(lambda: not world.kube.exists(world.path("enginepools", "stays")), "the pool is gone")
-    note = world.events("UnpublishFailed")[-1]
-    assert "pagestream models rm stays" in note
-    assert "exit code 3" in note
+    world.wait_event("UnpublishFailed", "pagestream models rm stays", "exit code 3")
 
 
 def test_a_model_that_another_pool_serves_stays_published(operator: OperatorProcess, world: PoolWorld) -> None:
@@ -545,7 +543,7 @@ def test_deletion_does_not_wait_for_ever(operator: OperatorProcess, world: PoolW
     eventually(lambda: world.kube.exists(world.path("jobs", "late-unpublish")), "its Job, though an engine drains")
     world.end_job("late-unpublish", "Succeeded")
     eventually(lambda: not world.kube.exists(world.path("enginepools", "late")), "the pool is gone")
-    assert any("still draining" in note for note in world.events("DrainTimedOut"))
+    world.wait_event("DrainTimedOut", "still draining")
     world.end_pods("late")
 
 

@@ -67,7 +67,7 @@ def test_full_caches_bring_engines_and_the_status_says_why(operator: OperatorPro
     assert status["scaling"]["inputs"]["kv_utilization"] == 0.95
     assert status["kvUtilization"] == "95%"
     assert status["scaling"]["desired"] == status["desiredReplicas"] - 1
-    assert "from 2 to" in world.events("ScaledOut")[-1]
+    world.wait_event("ScaledOut", "from 2 to")
 
 
 @pytest.mark.slow

@@ -262,6 +262,14 @@ class PoolWorld:
         found = [event for event in self.kube.get(self.path("events"))["items"] if event["reason"] == reason]
         return [event["note"] for event in sorted(found, key=lambda event: str(event["eventTime"]))]
 
+    def wait_event(self, reason: str, *words: str) -> str:
+        """Wait for an event with a reason whose note has all words; returns the newest such note."""
+
+        def found() -> list[str]:
+            return [note for note in self.events(reason) if all(word in note for word in words)]
+
+        return eventually(found, f"an event {reason} with {words}")[-1]
+
     def load(
         self,
         operator: OperatorProcess,
