@@ -181,6 +181,22 @@ def test_good_values_are_the_spec_that_they_ask_for(data: st.DataObject, is_chat
     check_spec(accept(parse_json(json.dumps(document).encode()), is_chat=is_chat), document, is_chat=is_chat)
 
 
+@pytest.mark.parametrize(
+    ("given_values", "named"),
+    [
+        ({"min_tokens": 1, "max_tokens": 0}, "max_tokens"),
+        ({"min_tokens": 3, "max_tokens": 2}, "min_tokens"),
+        ({"n": 0, "best_of": 2}, "n"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+    ],
+)
+def test_of_two_values_the_one_that_is_wrong_by_itself_is_named(given_values: dict[str, int], named: str) -> None:
+    body = json.dumps({"prompt": "0", **given_values}).encode()
+    with pytest.raises(InvalidRequest) as caught:
+        accept(parse_json(body), is_chat=False)
+    assert caught.value.field == named
+
+
 @settings(max_examples=120)
 @given(st.data(), st.booleans(), st.sampled_from(sorted(WRONG_VALUES)))
 def test_one_wrong_value_is_refused_by_its_name(data: st.DataObject, is_chat: bool, name: str) -> None:

@@ -218,8 +218,11 @@ def most_tokens(value: int, context: CheckContext) -> str | None:
 
 
 def at_most_max_tokens(_: int, context: CheckContext) -> str | None:
-    """Accept a minimum that the maximum leaves room for."""
-    return min_tokens_fault(context.sampling)
+    """Accept a minimum that the maximum leaves room for; a maximum that is wrong by itself is named for itself."""
+    sampling = context.sampling
+    if sampling.HasField("max_tokens") and most_tokens(sampling.max_tokens, context) is not None:
+        return None
+    return min_tokens_fault(sampling)
 
 
 def min_tokens_fault(sampling: SamplingParams) -> str | None:
