@@ -62,6 +62,7 @@ def test_a_folder_of_another_redis_is_a_problem(tmp_path: Path) -> None:
 
 def test_a_missing_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.delenv("CXX", raising=False)
     (finding,) = check_compiler()
     assert finding.verdict is Verdict.WARNING
     assert "g++" in finding.advice
