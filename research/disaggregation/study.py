@@ -23,8 +23,7 @@ import numpy as np
 from pagestream_engine.config import DEFAULT_BLOCK_SIZE, SchedulerConfig
 from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.manager import CacheManager
-from pagestream_engine.kv_layout import full_attention
-from pagestream_engine.plan import ScheduledStep
+from pagestream_engine.plan import ScheduledStep, full_attention
 from pagestream_simulator.load import TraceRow, read_trace, scale_to_context
 from pagestream_simulator.profile import packaged_profile, read_profile
 from pagestream_simulator.virtual_engine import Floats, StepContents, VirtualEngine, VirtualRequest

@@ -22,7 +22,7 @@ import numpy as np
 from pagestream_engine.config import SchedulerConfig
 from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.manager import CacheManager
-from pagestream_engine.kv_layout import full_attention
+from pagestream_engine.plan import full_attention
 from pagestream_simulator.load import TraceRow, read_trace
 from pagestream_simulator.profile import EngineProfile, packaged_profile, read_profile
 from pagestream_simulator.virtual_engine import Floats, StepContents, VirtualEngine, VirtualRequest

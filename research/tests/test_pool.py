@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from pagestream_engine import SchedulerConfig
 from pagestream_engine.kv_cache import BlockPool, CacheManager
-from pagestream_engine.kv_layout import full_attention
+from pagestream_engine.plan import full_attention
 from pagestream_simulator import SettingInvalidError, StepContents, VirtualEngine, VirtualRequest
 
 from research.disaggregation.gpu_steps import H100_SXM, LLAMA_3_1_8B, Roofline

@@ -19,7 +19,7 @@ from pathlib import Path
 from random import Random
 
 from pagestream_engine import LLM, SamplingParams
-from pagestream_engine.kv_layout import NO_BLOCK
+from pagestream_engine.plan import NO_BLOCK
 
 MODEL = Path(__file__).parents[2] / "deploy/demo-model/model"
 NUM_BLOCKS = 6000

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pagestream_engine import SchedulerConfig
 from pagestream_engine.kv_cache import BlockPool, CacheManager
 from pagestream_engine.kv_cache.manager import fragmentation
-from pagestream_engine.kv_layout import full_attention
+from pagestream_engine.plan import full_attention
 from pagestream_simulator.load import SAMPLE, TraceRow, read_trace
 from pagestream_simulator.profile import packaged_profile, read_profile
 from pagestream_simulator.virtual_engine import StepContents, VirtualEngine, VirtualRequest

@@ -23,7 +23,7 @@ from statistics import fmean
 from pagestream_engine.config import ENGINE_OPTIONS
 from pagestream_engine.kv_cache.block_pool import BlockPool, EvictionOrder, HeapOrder, make_eviction_order
 from pagestream_engine.kv_cache.manager import CacheManager
-from pagestream_engine.kv_layout import full_attention
+from pagestream_engine.plan import full_attention
 from pagestream_engine.request import Sequence, SequenceState
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_simulator.load import MOONCAKE_BLOCK_TOKENS, TraceRow, read_trace

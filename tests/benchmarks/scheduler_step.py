@@ -16,11 +16,10 @@ from statistics import fmean, quantiles
 from time import thread_time
 
 from pagestream_engine.config import SchedulerConfig
-from pagestream_engine.detokenizer import IncrementalDetokenizer, Pieces
 from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.manager import CacheManager
-from pagestream_engine.kv_layout import full_attention
-from pagestream_engine.output import begin_text, take
+from pagestream_engine.output import IncrementalDetokenizer, Pieces, begin_text, take
+from pagestream_engine.plan import full_attention
 from pagestream_engine.request import Sequence, SequenceOutput
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.scheduler.policies import make_policy

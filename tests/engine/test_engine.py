@@ -22,8 +22,8 @@ from pagestream_engine import (
     Sequence,
     SequenceOutput,
 )
-from pagestream_engine.detokenizer import IncrementalDetokenizer
 from pagestream_engine.intake import bad_words_token_ids
+from pagestream_engine.output import IncrementalDetokenizer
 from pagestream_engine.plan import PendingResult, StepLogprobs, StepPlan, StepResult
 from pagestream_engine.request import Request
 from support.engines.arithmetic_model import (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pagestream_engine import SchedulerConfig
 from pagestream_engine.kv_cache import BlockPool, CacheManager
-from pagestream_engine.kv_layout import full_attention
+from pagestream_engine.plan import full_attention
 from pagestream_simulator import (
     EngineProfile,
     Fleet,

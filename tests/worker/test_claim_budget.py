@@ -4,7 +4,7 @@ import pytest
 from pagestream_engine import SchedulerConfig
 from pagestream_engine.features.lora.scheduling import AdapterTurns
 from pagestream_engine.kv_cache import BlockPool, CacheManager
-from pagestream_engine.kv_layout import KVLayout, KVSpec, full_attention, make_layout
+from pagestream_engine.plan import KVLayout, KVSpec, full_attention, make_layout
 from pagestream_engine.request import Sequence
 from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.scheduler import (

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 from pagestream_engine import RankLost
-from pagestream_engine.kv_layout import full_attention
+from pagestream_engine.plan import full_attention
 from pagestream_engine.wire.worker import Stop
 from pagestream_streams import Append, AppendOutcome, Claim, EngineSession
 from pagestream_telemetry import silent_telemetry

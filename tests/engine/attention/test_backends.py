@@ -34,6 +34,7 @@ from pagestream_engine.attention import (
     HeadNorm,
     KVStore,
     Operators,
+    PagedAttention,
     Rotation,
     StepContext,
     select_backend,
@@ -43,7 +44,6 @@ from pagestream_engine.attention.native import attention as native
 from pagestream_engine.attention.native.attention import NativeKernels, PagedLayer
 from pagestream_engine.attention.native.levels import LEVELS, AttentionLevel, library_for
 from pagestream_engine.cpu import instruction_sets, read_cpuinfo
-from pagestream_engine.layers import PagedAttention
 from pagestream_engine.native_build import cached, find_compiler
 from support.kernels.worker import KernelWorker
 from support.pairwise import Case, pairwise

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pagestream_engine import InvariantViolation
 from pagestream_engine.kv_cache import BlockPool, check_cache, make_eviction_order
-from pagestream_engine.kv_layout import full_attention
+from pagestream_engine.plan import full_attention
 
 
 def test_a_freed_block_keeps_its_hash_until_it_is_used_anew() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagestream_engine.kv_cache import BlockHasher, BlockPool, CacheManager, FreeList, make_eviction_order
-from pagestream_engine.kv_layout import NO_BLOCK, full_attention
+from pagestream_engine.plan import NO_BLOCK, full_attention
 from pagestream_options import ENGINE_OPTIONS
 from support.engines.cached_sequences import make_seq, run
 

@@ -3,8 +3,7 @@ from pathlib import Path
 import pytest
 from pagestream_engine import Engine, EngineConfig, SamplingParams, Sequence
 from pagestream_engine.kv_cache import BlockPool, CacheManager, HostTier
-from pagestream_engine.kv_layout import TO_LOAD
-from pagestream_engine.plan import PageCopy
+from pagestream_engine.plan import TO_LOAD, PageCopy
 from pagestream_engine.request import SequenceState
 from support.engines.arithmetic_model import HOST_PAGE_BYTES, ArithmeticFacts, SeededRunner, make_folder, undisturbed
 from support.engines.cached_sequences import LAYOUT, make_seq, run

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from pagestream_engine import InvariantViolation, SamplingParams, Sequence
 from pagestream_engine.kv_cache import BlockPool, CacheManager, check_cache
-from pagestream_engine.kv_layout import full_attention
+from pagestream_engine.plan import full_attention
 from pagestream_engine.request import SequenceState
 from pagestream_engine.scheduler import check_requests
 

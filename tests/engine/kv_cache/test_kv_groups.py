@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pagestream_engine import UnsupportedModel
-from pagestream_engine.kv_layout import MAX_PADDING, KVGroup, KVSpec, full_attention, make_layout
+from pagestream_engine.plan import MAX_PADDING, KVGroup, KVSpec, full_attention, make_layout
 
 FULL, WINDOW = KVSpec(8, 64), KVSpec(8, 64, window=1024)
 CONTEXT = 32_768

@@ -3,7 +3,7 @@ from hashlib import sha256
 import pytest
 from pagestream_engine import Sequence
 from pagestream_engine.kv_cache import BlockHasher, check_cache
-from pagestream_engine.kv_layout import NO_BLOCK, KVSpec, make_layout
+from pagestream_engine.plan import NO_BLOCK, KVSpec, make_layout
 from pagestream_engine.request import SequenceState
 from support.engines.cached_sequences import BLOCK_SIZE, LAYOUT, make_cache, make_seq, run
 

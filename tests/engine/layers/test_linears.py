@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from pagestream_engine import InvariantViolation
 from pagestream_engine.attention import CacheShape, select_backend
 from pagestream_engine.cpu import instruction_sets, read_cpuinfo
-from pagestream_engine.layers import GatedMlp, Linear
+from pagestream_engine.layers import Linear
 from pagestream_engine.layers.linear import (
     Activation,
     LinearMethod,
@@ -38,6 +38,7 @@ from pagestream_engine.layers.quantised import (
     TorchQuantisedMethod,
     quantise_int8,
 )
+from pagestream_engine.models.decoder import GatedMlp
 from pagestream_engine.native_build import find_compiler
 from torch import Tensor
 

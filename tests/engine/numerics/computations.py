@@ -19,8 +19,8 @@ import numpy as np
 import pagestream_kernels as kernels
 import torch
 from pagestream_engine import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
-from pagestream_engine.detokenizer import IncrementalDetokenizer, Pieces, StopStringMatcher
 from pagestream_engine.intake import bad_words_token_ids
+from pagestream_engine.output import IncrementalDetokenizer, Pieces, StopStringMatcher
 from pagestream_engine.sampler import SamplingBatch, TokenMasks
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pagestream_engine import InvalidRequest, SamplingParams, Sequence, output
-from pagestream_engine.detokenizer import IncrementalDetokenizer, Pieces
-from pagestream_engine.output import Taken, begin_text, take
+from pagestream_engine.output import IncrementalDetokenizer, Pieces, Taken, begin_text, take
 from support.engines.arithmetic_model import byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pagestream_engine import ConfigError, EngineConfig, ModelTooLarge, OutOfMemory
 from pagestream_engine.attention import CacheShape, KVStore
-from pagestream_engine.kv_layout import full_attention
+from pagestream_engine.plan import full_attention
 from pagestream_engine.runner import ModelRunner, memory
 from pagestream_engine.runner.backends import block_size_for
 from pagestream_engine.runner.host_pages import HostPages

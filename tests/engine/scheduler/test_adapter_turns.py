@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from pagestream_engine import AdapterConfig, SamplingParams, SchedulerConfig, Sequence
 from pagestream_engine.kv_cache import BlockPool, CacheManager
-from pagestream_engine.kv_layout import full_attention
-from pagestream_engine.plan import LoadedAdapter
+from pagestream_engine.plan import LoadedAdapter, full_attention
 from pagestream_engine.request import Adapter, Request, SequenceState
 from pagestream_engine.scheduler import PASS_LIMIT, AdapterResidency, Scheduler, make_policy
 

@@ -1,8 +1,7 @@
 import pytest
 from pagestream_engine import SamplingParams, SchedulerConfig, SchedulingPolicy, Sequence
 from pagestream_engine.kv_cache import BlockPool, CacheManager, check_cache
-from pagestream_engine.kv_layout import full_attention
-from pagestream_engine.plan import ScheduledStep
+from pagestream_engine.plan import ScheduledStep, full_attention
 from pagestream_engine.request import Request, SequenceState
 from pagestream_engine.scheduler import MOST_PASSING, FirstComeFirstServed, Scheduler, check_requests, make_policy
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagestream_engine import SamplingParams, SchedulerConfig, SchedulingPolicy, Sequence
 from pagestream_engine.kv_cache import BlockPool, CachedPrefix, CacheManager, HostTier, check_cache
-from pagestream_engine.kv_layout import KVLayout, full_attention, make_layout
+from pagestream_engine.plan import KVLayout, full_attention, make_layout
 from pagestream_engine.request import Request
 from pagestream_engine.scheduler import FirstComeFirstServed, Scheduler
 from support.engines.arithmetic_model import LAYERS

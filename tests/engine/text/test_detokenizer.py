@@ -1,8 +1,8 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pagestream_engine.detokenizer import IncrementalDetokenizer, Pieces
 from pagestream_engine.intake import bad_words_token_ids
+from pagestream_engine.output import IncrementalDetokenizer, Pieces
 from support.engines.arithmetic_model import byte_level_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 

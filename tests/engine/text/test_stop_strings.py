@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pagestream_engine.detokenizer import StopStringMatcher
+from pagestream_engine.output import StopStringMatcher
 
 TEXTS = st.text(alphabet="abé", max_size=30)
 STOPS = st.lists(st.text(alphabet="abé", min_size=1, max_size=4), min_size=1, max_size=3)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from pagestream_engine import ModelFileError
-from pagestream_engine.detokenizer import IncrementalDetokenizer, Pieces
 from pagestream_engine.models import has_first_texts, load_tokenizer, model_revision
+from pagestream_engine.output import IncrementalDetokenizer, Pieces
 from pagestream_grammars import choice_grammar, grammar_tokenizer, rules_grammar, source
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 

@@ -17,8 +17,7 @@ from typing import Self
 import numpy as np
 from pagestream_engine import Engine, EngineConfig, SamplingParams
 from pagestream_engine.features.beams import BeamSearch
-from pagestream_engine.kv_layout import HostMemory, KVSpec, make_layout
-from pagestream_engine.plan import PendingResult, StepLogprobs, StepPlan, StepResult
+from pagestream_engine.plan import HostMemory, KVSpec, PendingResult, StepLogprobs, StepPlan, StepResult, make_layout
 from pagestream_engine.request import LogprobRow
 from support.engines.tokenizers import byte_level
 from tokenizers import Tokenizer

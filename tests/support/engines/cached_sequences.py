@@ -4,7 +4,7 @@ from collections import abc
 
 from pagestream_engine import SamplingParams, Sequence
 from pagestream_engine.kv_cache import BlockPool, CacheManager
-from pagestream_engine.kv_layout import KVLayout, full_attention
+from pagestream_engine.plan import KVLayout, full_attention
 from pagestream_engine.request import Request, SequenceState
 
 BLOCK_SIZE = 4

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 from pagestream_engine import SamplingParams
-from pagestream_engine.kv_layout import KVLayout, full_attention
-from pagestream_engine.plan import BlockEdits, NewSequence, ScheduledStep, StepPlan
+from pagestream_engine.plan import BlockEdits, KVLayout, NewSequence, ScheduledStep, StepPlan, full_attention
 from pagestream_engine.steps import PlanBuilder
 
 MAX_ROWS = 64

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from pagestream_engine import SchedulerConfig
 from pagestream_engine.kv_cache import BlockPool, CacheManager
-from pagestream_engine.kv_layout import full_attention
-from pagestream_engine.plan import ScheduledStep
+from pagestream_engine.plan import ScheduledStep, full_attention
 from pagestream_simulator import VirtualEngine, VirtualRequest
 
 NUM_STREAMS = 32

@@ -16,9 +16,8 @@ import time
 from pathlib import Path
 
 from pagestream_engine import Engine, EngineConfig
-from pagestream_engine.kv_layout import full_attention
 from pagestream_engine.models.registry import read_info
-from pagestream_engine.plan import PendingResult, StepPlan
+from pagestream_engine.plan import PendingResult, StepPlan, full_attention
 from pagestream_worker import main as engine_command
 from support.engines.arithmetic_model import as_result
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from pagestream.v1.inference_pb2 import SamplingParams, TokenIds
 from pagestream.v1.records_pb2 import LogEntry, RequestSpec
-from pagestream_engine.kv_layout import full_attention
+from pagestream_engine.plan import full_attention
 from pagestream_engine.wire.worker import Command
 from pagestream_streams import Claim
 from pagestream_streams.protocol import to_log_entry

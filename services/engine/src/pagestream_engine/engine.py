@@ -12,7 +12,6 @@ from time import perf_counter
 from typing import Any
 
 from pagestream_engine.config import EngineConfig, import_plugins
-from pagestream_engine.detokenizer import Pieces
 from pagestream_engine.errors import ConfigError, EngineAsleep, InvalidRequest, InvariantViolation, OutOfMemory
 from pagestream_engine.executor.base import Executor, RunnerFactory, facts_of, make_model_runner
 from pagestream_engine.executor.inline import InlineExecutor
@@ -30,7 +29,7 @@ from pagestream_engine.kv_cache.inspection import BlockMap, block_map, check_cac
 from pagestream_engine.kv_cache.manager import CacheManager, fragmentation
 from pagestream_engine.models.folder import model_revision, resolve_model
 from pagestream_engine.models.tokenizer import load_tokenizer
-from pagestream_engine.output import OutputProcessor, Taken, failed_output, replay
+from pagestream_engine.output import OutputProcessor, Pieces, Taken, failed_output, replay
 from pagestream_engine.plan import ScheduledStep, StepResult
 from pagestream_engine.preflight import check_options
 from pagestream_engine.request import Choice, Request, Sequence, SequenceOutput, SequenceState

@@ -9,9 +9,8 @@ from itertools import chain
 
 from tokenizers import Tokenizer
 
-from pagestream_engine.detokenizer import IncrementalDetokenizer, Pieces, is_fault_of_request
 from pagestream_engine.errors import InvalidRequest, PromptTooLong
-from pagestream_engine.output import begin_text
+from pagestream_engine.output import IncrementalDetokenizer, Pieces, begin_text, is_fault_of_request
 from pagestream_engine.request import Choice, Request, Sequence
 from pagestream_engine.sampling_params import ALL_LOGPROBS, SamplingParams, checked_words
 

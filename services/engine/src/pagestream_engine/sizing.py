@@ -16,7 +16,6 @@ from pagestream_engine.attention.base import block_bytes
 from pagestream_engine.config import TRITON_BLOCK_SIZE, EngineConfig, ParallelConfig
 from pagestream_engine.errors import ConfigError, UnsupportedModel
 from pagestream_engine.features.offload import plan_offload
-from pagestream_engine.kv_layout import KVLayout
 from pagestream_engine.models.config import DTYPES, ConfigFile
 from pagestream_engine.models.decoder import DecoderConfig
 from pagestream_engine.models.division.sharding import shard_config, shard_weights
@@ -27,6 +26,7 @@ from pagestream_engine.models.quantised.scheme import Scheme
 from pagestream_engine.models.registry import find_family, fused_architectures
 from pagestream_engine.models.weights import WeightMap
 from pagestream_engine.parallel.rank import layers_of_stage
+from pagestream_engine.plan import KVLayout
 from pagestream_engine.runner.backends import cache_shapes, kv_layout
 
 GB = 10**9

@@ -15,10 +15,11 @@ import numpy as np
 
 from pagestream_engine.errors import InvariantViolation, OutOfMemory
 from pagestream_engine.executor.base import Executor
-from pagestream_engine.kv_layout import NO_BLOCK, KVLayout
 from pagestream_engine.plan import (
+    NO_BLOCK,
     BlockEdits,
     Int32Array,
+    KVLayout,
     NewSequence,
     ScheduledSequence,
     ScheduledStep,

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 
-from pagestream_engine.kv_layout import KVGroup, KVLayout
+from pagestream_engine.plan import KVGroup, KVLayout
 from pagestream_engine.scheduler.admission import MOST_PASSING, RESERVE_SHARE
 
 UNLIMITED_TOKENS = 2**53

@@ -12,6 +12,7 @@ from pagestream_engine.attention.base import (
     HeadNorm,
     KVStore,
     Operators,
+    PagedAttention,
     Rotation,
     StepContext,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "HeadNorm",
     "KVStore",
     "Operators",
+    "PagedAttention",
     "Rotation",
     "StepContext",
     "prefers_triton",

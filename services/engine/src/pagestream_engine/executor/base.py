@@ -12,8 +12,7 @@ from typing import Protocol, runtime_checkable
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError, UnsupportedOption
 from pagestream_engine.executor.preparations import GrammarRunner
-from pagestream_engine.kv_layout import HostMemory, KVLayout
-from pagestream_engine.plan import PendingResult, StepPlan, StepResult
+from pagestream_engine.plan import HostMemory, KVLayout, PendingResult, StepPlan, StepResult
 from pagestream_engine.wire.executor import ExecutorFacts, Preparation, Prepared
 
 

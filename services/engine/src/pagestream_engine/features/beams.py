@@ -20,11 +20,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from pagestream_engine.detokenizer import Pieces
 from pagestream_engine.errors import InvalidRequest, RequestFault
 from pagestream_engine.kv_cache.manager import CacheManager
-from pagestream_engine.kv_layout import KVLayout
-from pagestream_engine.output import output_of, with_logprobs
+from pagestream_engine.output import Pieces, output_of, with_logprobs
+from pagestream_engine.plan import KVLayout
 from pagestream_engine.request import (
     NO_ROW,
     Choice,

@@ -4,7 +4,7 @@ from pagestream_engine.kv_cache.block_pool import BlockPool, FreeList, make_evic
 from pagestream_engine.kv_cache.host_tier import HostTier
 from pagestream_engine.kv_cache.inspection import CACHED, FREE, HELD, BlockMap, check_cache
 from pagestream_engine.kv_cache.manager import BlockHasher, CachedPrefix, CacheManager
-from pagestream_engine.kv_layout import (
+from pagestream_engine.plan import (
     MAX_PADDING,
     NO_BLOCK,
     TO_LOAD,

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from pagestream_engine.config import SchedulerConfig
 from pagestream_engine.kv_cache.block_pool import BlockPool, Segmented
-from pagestream_engine.kv_layout import HostMemory, KVLayout
-from pagestream_engine.plan import PageCopy, ScheduledStep
+from pagestream_engine.plan import HostMemory, KVLayout, PageCopy, ScheduledStep
 from pagestream_engine.request import Sequence
 
 

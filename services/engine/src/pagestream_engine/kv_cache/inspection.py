@@ -13,7 +13,7 @@ from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.host_tier import HostTier
 from pagestream_engine.kv_cache.manager import BlockHasher, CopyOnWrite
-from pagestream_engine.kv_layout import NO_BLOCK, KVGroup, KVLayout
+from pagestream_engine.plan import NO_BLOCK, KVGroup, KVLayout
 from pagestream_engine.request import Sequence, SequenceState
 
 

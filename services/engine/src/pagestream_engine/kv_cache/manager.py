@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.host_tier import HostTier
-from pagestream_engine.kv_layout import NO_BLOCK, TO_LOAD, KVGroup, KVLayout
-from pagestream_engine.plan import BlockCopy
+from pagestream_engine.plan import NO_BLOCK, TO_LOAD, BlockCopy, KVGroup, KVLayout
 from pagestream_engine.request import Sequence
 from pagestream_engine.sampling_params import OF_WHOLE_PROMPTS
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from pagestream_engine.attention import Activation, Operators
 from pagestream_engine.layers.linear import Linear, NativeMethod, PackedGroup, PlainMethod
-from pagestream_engine.layers.mlp import gated_by
 from pagestream_engine.layers.quantised import NativeQuantisedMethod
 
 _GROUPED_BYTES = 16
@@ -217,7 +216,7 @@ class MixtureOfExperts:
         self._gate_up, self._down = expert_linears(gate_up), expert_linears(down)
         self._num_experts = len(down)
         self._activation = activation
-        self._gated = gated_by(activation, operators)
+        self._gated = operators.gated_by(activation)
         self._experts_per_token = experts_per_token
         self._normalises = normalises
 

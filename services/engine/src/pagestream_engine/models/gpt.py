@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 
 from pagestream_engine.errors import UnsupportedModel
-from pagestream_engine.layers.mlp import LayerNorm, Mlp, Norm, PlainMlp
 from pagestream_engine.layers.rope import Rope
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.decoder import (
     DecoderConfig,
     DecoderLayer,
     Entry,
+    LayerNorm,
+    Mlp,
+    Norm,
     NormedResidualLayer,
     ParallelLayer,
+    PlainMlp,
     SelfAttention,
     head_size,
 )

@@ -10,8 +10,8 @@ import torch
 from pagestream_engine.attention import AttentionSpec, Backend, CacheShape, prefers_triton, select_backend
 from pagestream_engine.config import DEFAULT_BLOCK_SIZE, TRITON_BLOCK_SIZE, EngineConfig
 from pagestream_engine.errors import ConfigError
-from pagestream_engine.kv_layout import KVLayout, KVSpec, make_layout
 from pagestream_engine.parallel.rank import layers_of_stage
+from pagestream_engine.plan import KVLayout, KVSpec, make_layout
 
 CACHE_DTYPES = {
     "auto": None,

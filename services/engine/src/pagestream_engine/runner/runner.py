@@ -23,12 +23,11 @@ from pagestream_engine.features.speculation.draft_model import TargetBlocks, loa
 from pagestream_engine.features.speculation.drafts import Drafts
 from pagestream_engine.features.speculation.speculation import make_speculation
 from pagestream_engine.features.speculation.verify import verify
-from pagestream_engine.kv_layout import HostMemory
 from pagestream_engine.models.config import DTYPES, ModelInfo
 from pagestream_engine.models.model import Target
 from pagestream_engine.models.registry import open_model
 from pagestream_engine.parallel.stages import open_group
-from pagestream_engine.plan import PendingResult, StepPlan
+from pagestream_engine.plan import HostMemory, PendingResult, StepPlan
 from pagestream_engine.runner.backends import backend_for, plan_cache
 from pagestream_engine.runner.batch import PersistentBatch, pending_result, with_prompts
 from pagestream_engine.runner.graphs import CudaGraphRecorder, DecodeGraphs, Recorder, can_record, graph_sizes

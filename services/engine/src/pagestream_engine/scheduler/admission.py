@@ -28,8 +28,7 @@ from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.features.lora.scheduling import AdapterTurns
 from pagestream_engine.kv_cache.block_pool import BlockPool
 from pagestream_engine.kv_cache.manager import CachedPrefix, CacheManager
-from pagestream_engine.kv_layout import NO_BLOCK
-from pagestream_engine.plan import ScheduledSequence
+from pagestream_engine.plan import NO_BLOCK, ScheduledSequence
 from pagestream_engine.request import Request, Sequence
 from pagestream_engine.scheduler.policies import SchedulingPolicy, SequenceEvents, WaitingQueue
 

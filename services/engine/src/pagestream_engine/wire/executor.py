@@ -16,8 +16,15 @@ from pagestream_grammars import Grammar
 
 from pagestream_engine import errors
 from pagestream_engine.errors import EngineError, ExecutorError
-from pagestream_engine.kv_layout import HostMemory, KVLayout
-from pagestream_engine.plan import AdapterLoad, LoadedAdapter, PreparedGrammar, StepPlan, StepResult
+from pagestream_engine.plan import (
+    AdapterLoad,
+    HostMemory,
+    KVLayout,
+    LoadedAdapter,
+    PreparedGrammar,
+    StepPlan,
+    StepResult,
+)
 from pagestream_engine.wire.codec import Codec
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.kv_cache.inspection import BlockMap
-from pagestream_engine.kv_layout import KVLayout
+from pagestream_engine.plan import KVLayout
 from pagestream_engine.request import Choice, SequenceOutput
 from pagestream_engine.stats import EngineStats
 from pagestream_engine.wire.codec import Codec

@@ -22,14 +22,13 @@ from pagestream_engine.attention import Backend, CacheShape, KVStore
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError
 from pagestream_engine.features.speculation.drafts import RowCount
-from pagestream_engine.kv_layout import KVLayout
 from pagestream_engine.models.config import ModelInfo
 from pagestream_engine.models.folder import resolve_model
 from pagestream_engine.models.model import Model, ModelSource, Target
 from pagestream_engine.models.registry import open_model
 from pagestream_engine.parallel.ranks import ONE_RANK
 from pagestream_engine.parallel.stages import UndividedStage
-from pagestream_engine.plan import Int32Array, NewSequence
+from pagestream_engine.plan import Int32Array, KVLayout, NewSequence
 from pagestream_engine.runner.backends import backend_for
 from pagestream_engine.runner.batch import PersistentBatch, Spans
 

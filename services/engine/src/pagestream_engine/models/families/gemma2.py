@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from pagestream_engine.errors import UnsupportedModel
-from pagestream_engine.layers.mlp import RmsNorm
 from pagestream_engine.layers.rope import RopeContext
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.decoder import (
@@ -14,6 +13,7 @@ from pagestream_engine.models.decoder import (
     DecoderConfig,
     DecoderLayer,
     LayerConfig,
+    RmsNorm,
     SandwichNormLayer,
     SelfAttention,
     layer_types,

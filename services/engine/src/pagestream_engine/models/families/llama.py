@@ -10,19 +10,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pagestream_engine.attention import AttentionSpec, HeadNorm
+from pagestream_engine.attention import AttentionSpec, HeadNorm, PagedAttention
 from pagestream_engine.errors import InvariantViolation
-from pagestream_engine.layers.attention import PagedAttention
-from pagestream_engine.layers.mlp import GatedMlp, Mlp, Norm, RmsNorm
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.decoder import (
     DecoderConfig,
     DecoderLayer,
     DecoderModel,
     Entry,
+    GatedMlp,
     HeadsNorm,
     LayerConfig,
+    Mlp,
+    Norm,
     PreNormLayer,
+    RmsNorm,
     SelfAttention,
     plain_rope,
     read_decoder,

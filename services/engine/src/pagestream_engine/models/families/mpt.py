@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from pagestream_engine.errors import ModelFileError, UnsupportedModel
-from pagestream_engine.layers.mlp import LayerNorm, Norm
 from pagestream_engine.layers.rope import RopeContext
 from pagestream_engine.models.config import ConfigFile
-from pagestream_engine.models.decoder import DecoderConfig, HeadsNorm, LayerConfig, read_decoder
+from pagestream_engine.models.decoder import DecoderConfig, HeadsNorm, LayerConfig, LayerNorm, Norm, read_decoder
 from pagestream_engine.models.families.llama import DecoderBuilder
 from pagestream_engine.models.gpt import Gpt, GptNames, in_llamas_words, with_shape
 from pagestream_engine.models.weights import Part, TensorWeight, Weight

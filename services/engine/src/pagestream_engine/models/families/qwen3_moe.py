@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pagestream_engine.errors import ModelFileError
-from pagestream_engine.layers.mlp import Mlp
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.decoder import (
     DecoderConfig,
     ExpertsConfig,
     LayerConfig,
+    Mlp,
     plain_rope,
     read_decoder,
 )

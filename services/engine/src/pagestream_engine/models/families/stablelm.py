@@ -3,9 +3,8 @@ attention and MLP in parallel."""
 
 from __future__ import annotations
 
-from pagestream_engine.layers.mlp import LayerNorm
 from pagestream_engine.models.config import ConfigFile
-from pagestream_engine.models.decoder import DecoderConfig, HeadsNorm, LayerConfig, plain_rope, read_decoder
+from pagestream_engine.models.decoder import DecoderConfig, HeadsNorm, LayerConfig, LayerNorm, plain_rope, read_decoder
 from pagestream_engine.models.families.llama import DecoderBuilder
 from pagestream_engine.models.gpt import LayerNormed, in_llamas_words, with_shape
 from pagestream_engine.models.weights import Part, TensorWeight, Weight

@@ -21,9 +21,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor, nn
 
-from pagestream_engine.attention import Operators, StepContext
+from pagestream_engine.attention import Operators, PagedAttention, StepContext
 from pagestream_engine.errors import InvariantViolation, UnsupportedModel
-from pagestream_engine.layers.attention import PagedAttention
 from pagestream_engine.layers.linear import Linear, choose_method, lays_out_anew
 from pagestream_engine.layers.quantised import QuantisedWeight, choose_quantised_method, quantise_int8
 from pagestream_engine.layers.rope import RopeContext, rope_context

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pagestream_engine.attention import AttentionSpec, Backend
+from pagestream_engine.attention import AttentionSpec, Backend, PagedAttention
 from pagestream_engine.errors import (
     DOWNLOAD_AGAIN,
     ModelError,
@@ -28,7 +28,6 @@ from pagestream_engine.errors import (
     UnsupportedOption,
     WeightsError,
 )
-from pagestream_engine.layers.attention import PagedAttention
 from pagestream_engine.layers.quantised import QuantisedWeight
 from pagestream_engine.layers.rope import RopeContext
 from pagestream_engine.models.config import ConfigFile, ModelInfo
