@@ -9,6 +9,7 @@ from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE, REQUEST_STATE_FI
 from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_cli.__main__ import main
 from pagestream_streams import Broker, GatewaySession
+from pagestream_streams.gateway.accept import Acceptor
 from support.processes.waiting import LIMIT_S
 from support.protocol.token_streams import FAST, MODEL, TENANT, Worker, card, read_all, spec, worker
 
@@ -69,9 +70,9 @@ async def test_a_copy_whose_accept_was_not_answered_is_cancelled(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No reader is registered whose leaving would end it."""
-    accept, copies = GatewaySession.accept, list[str]()
+    accept, copies = Acceptor.accept, list[str]()
 
-    async def unanswered(self: GatewaySession, request: RequestSpec) -> bool:
+    async def unanswered(self: Acceptor, request: RequestSpec) -> bool:
         await accept(self, request)
         copies.append(request.request_id)
         raise TimeoutError
@@ -80,7 +81,7 @@ async def test_a_copy_whose_accept_was_not_answered_is_cancelled(
         await broker.publish_model(card(), partitions=1)
         async with GatewaySession(broker) as gateway, worker(broker) as engine:
             past = await answered(gateway, engine)
-        monkeypatch.setattr(GatewaySession, "accept", unanswered)
+        monkeypatch.setattr(Acceptor, "accept", unanswered)
         assert await replay(redis_url, past) == 2
         [copy] = copies
         assert (await broker.view(copy, TENANT)).state == REQUEST_STATE_FINISHED

@@ -193,7 +193,7 @@ class TestIdempotencyKey:
         async with GatewaySession(broker) as gone, GatewaySession(broker) as gateway:
             reserved = spec(key="k")
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(gone, "accept", AsyncMock(side_effect=Unavailable("it has died")))
+                patch.setattr(gone.acceptor, "accept", AsyncMock(side_effect=Unavailable("it has died")))
                 with pytest.raises(Unavailable):
                     await gone.accept_once(reserved, body_digest="d")
             running = await gateway.accept_once(spec(key="k"), body_digest="d")
@@ -221,7 +221,7 @@ class TestIdempotencyKey:
                 raise QueueFull(limit="requests", bound=1, queued=1, retry_after_s=1.0)
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(refused, "accept", refuse)
+                patch.setattr(refused.acceptor, "accept", refuse)
                 with pytest.raises(QueueFull):
                     await refused.accept_once(late, body_digest="d")
             running = await refused.accept_once(spec(key="k"), body_digest="d")
@@ -318,7 +318,7 @@ class TestIdempotencyKey:
                 return await accept(given, **options)
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(slow, "accept", accept_late)
+                patch.setattr(slow.acceptor, "accept", accept_late)
                 running = await slow.accept_once(late, body_digest="d")
             assert (running.request_id, running.sampling.seed) == (late.request_id, 222)
             assert running == await broker.spec(late.request_id, TENANT)

@@ -205,16 +205,16 @@ async def test_a_refused_try_leaves_what_another_one_uses(redis_url: str) -> Non
         await broker.publish_model(card(MODEL), partitions=1)
         filler, shared = request(), request()
         await quick.accept(filler)
-        accept = slow.acceptor.accept
+        write = slow.acceptor.write
 
         async def accept_late(*arguments: Any, **named: Any) -> bool:
             with pytest.raises(QueueFull):
                 await quick.accept(shared)
             await broker.cancel(filler.request_id, TENANT)
-            return await accept(*arguments, **named)
+            return await write(*arguments, **named)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(slow.acceptor, "accept", accept_late)
+            patch.setattr(slow.acceptor, "write", accept_late)
             assert await slow.accept(shared)
         for gateway in (slow, quick):
             await gateway.quota.settle_ended()

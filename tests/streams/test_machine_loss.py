@@ -313,7 +313,7 @@ class TestTheRecordIsLost:
     async def test_another_s_spec_is_refused(self, gateway: GatewaySession) -> None:
         for wrong in (spec(), spec("", tenant="tenant-b")):
             with pytest.raises(ValueError, match="the spec is"):
-                gateway.read(new_request_id(MODEL, 0, TENANT), tenant=TENANT, spec=wrong)
+                await anext(gateway.read(new_request_id(MODEL, 0, TENANT), tenant=TENANT, spec=wrong))
 
 
 async def stubbornly_accept(gateway: GatewaySession, request: RequestSpec) -> None:

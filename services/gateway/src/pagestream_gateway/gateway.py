@@ -37,7 +37,7 @@ from pagestream_telemetry.tracing import TraceContext
 
 from pagestream_gateway.auth.audit import Audit
 from pagestream_gateway.auth.authenticator import Authenticator, Reload
-from pagestream_gateway.auth.identity import Administrator, Credentials, Identity
+from pagestream_gateway.auth.identity import DEFAULT_TENANT, Administrator, Credentials, Identity
 from pagestream_gateway.batches.uploads import Batches
 from pagestream_gateway.calls import Call, Calls, Metrics, RedisTimeout
 from pagestream_gateway.encoder import EncoderPool, TokenizePool
@@ -316,7 +316,7 @@ class AcceptedRequests:
 
         Close the generator (`aclosing`): that removes the reader from the request. A request that Redis loses
         meanwhile is accepted again and goes on under the same id. `sink` takes live entries, and `on_engine` gets the
-        fingerprint of their engine: see GatewaySession.read.
+        fingerprint of their engine: see Readers.read.
         """
         return self.session.read(
             spec.request_id,
@@ -604,6 +604,8 @@ class Gateway:
         Raises GatewayStopping, Unauthenticated, WrongCredential, CredentialsUnavailable.
         """
         with self._checking(credentials):
+            if self.authenticator.accepts_anybody:
+                return Identity(DEFAULT_TENANT, peer=credentials.peer)
             return replace(await self.authenticator.identify(credentials), peer=credentials.peer)
 
     async def identify_administrator(self, credentials: Credentials) -> Administrator:

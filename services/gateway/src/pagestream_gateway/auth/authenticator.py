@@ -190,6 +190,8 @@ class Authenticator:
         self._tokens = tokens
         self._certificates = certificates
         self._administrators = administrators
+        self.accepts_anybody = all(each is None for each in (keys, tokens, certificates, administrators))
+        """Whether no credential is accepted: every caller is the default tenant, whatever it sends."""
 
     async def identify(self, credentials: Credentials) -> Identity:
         """Return who calls. Raises Unauthenticated, CredentialsUnavailable, WrongCredential for an administrator."""

@@ -24,13 +24,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import log2
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE
+from pagestream.v1.inference_pb2 import ON_DISCONNECT_CONTINUE, REQUEST_STATE_FINISHED
 from pagestream.v1.records_pb2 import RequestSpec
 
 from pagestream_streams import fault_points
-from pagestream_streams.admin.broker import Broker
+from pagestream_streams.admin.broker import Broker, enlist, free_key
 from pagestream_streams.connection.connection import Call, Connection
 from pagestream_streams.connection.topologies import Command
 from pagestream_streams.errors import (
@@ -41,10 +41,12 @@ from pagestream_streams.errors import (
     ModelNotFound,
     PartitionGone,
     QueueFull,
+    RateLimited,
     RequestNotFound,
+    StorageFull,
     Unavailable,
 )
-from pagestream_streams.limits import Demand
+from pagestream_streams.limits import Demand, RateLimiter, RateReservation
 from pagestream_streams.protocol.keys import (
     DIGEST_BYTES,
     Keyspace,
@@ -63,6 +65,7 @@ from pagestream_streams.protocol.records import (
     num_sequences,
     output_bounds,
 )
+from pagestream_streams.rates import Rate
 from pagestream_streams.scripts import ACCEPT, LOG_SIZES, REGISTRY, RELEASE, RESERVE, RESERVE_LOG, SETTLE_LOGS
 from pagestream_streams.settings import StreamsSettings
 from pagestream_streams.tasks import Periodic, within
@@ -93,16 +96,57 @@ class _TenantTime(NamedTuple):
 
 
 _NO_TIME = _TenantTime(0, 0)
+_MOST_DISCARDED = 2  # requests of one idempotency key that are found discarded while it is asked for
+
+
+class _Running(NamedTuple):
+    """What an idempotency key stands for."""
+
+    spec: RequestSpec
+    is_discarded: bool = False
+
+
+class ReadsToCome(Protocol):
+    """What a gateway holds for reads of the requests that it accepts: an accept registers it as their reader."""
+
+    def expect(self, where: Partition, request_id: str, tenant: str) -> None:
+        """Note that Redis is asked to accept a request."""
+
+    def note_accepted(self, request_id: str) -> None:
+        """Note that Redis has accepted it."""
 
 
 class Acceptor:
     """Accepts requests for one gateway."""
 
-    def __init__(self, broker: Broker, reader_id: str) -> None:
-        """`reader_id`: the gateway that an accept registers as the reader; "" for none."""
+    def __init__(
+        self,
+        broker: Broker,
+        reader_id: str,
+        *,
+        reads: ReadsToCome,
+        quota: LogQuota,
+        rate_limiter: RateLimiter,
+        woken: set[str],
+        has_limits: bool,
+    ) -> None:
+        """Create it.
+
+        Args:
+            broker: the process' connection to Redis.
+            reader_id: the gateway that an accept registers as the reader; "" for none.
+            reads: is told of each accept.
+            quota: of what tenants' logs take.
+            rate_limiter: of what tenants and credentials may use.
+            woken: gets the models of requests, which are swept then.
+            has_limits: whether ends are counted although no usage is kept.
+        """
         self._broker = broker
-        self.has_limits = False
-        """Whether ends are counted although no usage is kept."""
+        self._has_limits = has_limits
+        self._reads = reads
+        self._quota = quota
+        self._rate_limiter = rate_limiter
+        self._woken = woken
         self._reader_id = reader_id
         self._limit_s = broker.settings.beat_limit_s / 2  # of reads that a placement waits for
         self.placer = Placer(broker.settings, broker.connection.keyspace)
@@ -113,8 +157,15 @@ class Acceptor:
         self._tenant_times: dict[tuple[str, str], _TenantTime] = {}
         """By model and tenant: what a tenant has in one partition counts in all (accept.lua, "fair")."""
 
-    async def place(self, model: str, prompt_token_ids: Sequence[int], tenant: str, cache_salt: bytes) -> str:
-        """Create a request id; see GatewaySession.place."""
+    async def place(self, model: str, prompt_token_ids: Sequence[int], tenant: str, *, cache_salt: bytes = b"") -> str:
+        """Create a request id of the tenant on the partition of the prompt's first tokens and its cache salt.
+
+        Where that partition is overloaded, the id is on a second one that the tokens also determine.
+
+        Raises:
+            ModelNotFound: no engine has ever published the model.
+            Unavailable: Redis can't serve now.
+        """
         partitions = await self._broker.directory.partitions(model)
         if time.monotonic() - self.engines.read_at.get(model, -math.inf) > OLD_S:  # it was at rest
             await self.engines.read({model}, self._limit_s)
@@ -133,22 +184,147 @@ class Acceptor:
         self,
         spec: RequestSpec,
         *,
-        bounded: bool,
-        expect: Callable[[Partition, str], None],
-        deadline_ms: int | None = None,
+        is_length_given: bool = True,
+        on_rates: Callable[[Sequence[Rate]], None] = lambda _rates: None,
     ) -> bool:
-        """Accept a request durably; see GatewaySession.accept.
+        """Accept a request durably, and register this gateway as its reader. Accepting an id again changes nothing.
+
+        Args:
+            is_length_given: whether its caller has named max_tokens, see `demand`.
+            on_rates: called with how far the limits are used that the caller has, once it is admitted.
+
+        Returns:
+            Whether this call accepted it. Else it had been accepted before, by a lost try of this one or by another
+            caller, perhaps with another seed: `broker.spec` returns what runs.
+
+        Raises:
+            QueueFull: the queue's bound, or the tenant's share of it, is reached.
+            ClassRefused: a QueueFull; all engines are short of memory and take no more of this class.
+            RateLimited: a limit of the tenant or its credential has no room for it.
+            LogsFull: the tenant's logs take what they may.
+            RequestNotFound: the id is of an unknown model or another tenant.
+            ModelNotFound: the model was removed.
+            Unavailable: the request may have been accepted all the same; a retry is harmless.
+        """
+        admission = None
+        if self._rate_limiter.is_on:
+            demand = self.demand(spec, is_length_given=is_length_given)
+            admission = await self._rate_limiter.admit(spec, demand)
+        if admission is not None:
+            on_rates(admission.rates)
+        return await self._accept_admitted(spec, admission)
+
+    async def accept_once(
+        self,
+        spec: RequestSpec,
+        *,
+        body_digest: str,
+        is_length_given: bool = True,
+        on_rates: Callable[[Sequence[Rate]], None] = lambda _rates: None,
+    ) -> RequestSpec:
+        """Accept a request once for its tenant and idempotency key. A retry completes an accept that was interrupted.
+
+        A retry after the request's end renews its log, so that the key never outlives it. A refusal frees the key, and
+        so does a request that its tenant has discarded: the try is then a new request.
+
+        Args:
+            body_digest: digest of the client's body; tries with the same key must have the same.
+            is_length_given, on_rates: as `accept`. A try that joins an earlier one is not counted again.
+
+        Returns:
+            What runs: the spec, or that of an earlier try.
+
+        Raises:
+            IdempotencyConflict: the key was used with another body.
+            QueueFull, RateLimited, LogsFull, ModelNotFound, RequestNotFound, Unavailable: as `accept`.
+        """
+        for _ in range(_MOST_DISCARDED + 1):
+            running = await self._accepted_once(spec, body_digest, is_length_given, on_rates)
+            if not running.is_discarded:
+                return running.spec
+            await free_key(self._broker, running.spec)
+        raise Unavailable("the request was discarded while it was accepted; try again with another id")
+
+    async def accept_again(self, spec: RequestSpec, bounded: bool, deadline_ms: int | None) -> None:
+        """Accept a request that Redis has lost, and what stands beside its record."""
+        demand = self.demand(spec, is_length_given=False)
+        admission = await self._rate_limiter.admit(spec, demand, bounded=False)
+        await self._accept_admitted(spec, admission, bounded=bounded, deadline_ms=deadline_ms, is_logged=False)
+        await enlist(self._broker, spec.request_id, spec.tenant)
+
+    async def _accepted_once(
+        self, spec: RequestSpec, body_digest: str, is_length_given: bool, on_rates: Callable[[Sequence[Rate]], None]
+    ) -> _Running:
+        connection = self._broker.connection
+        reservation, same = await self.reserved(spec, body_digest)
+        try:
+            if await self._is_known(same, spec):
+                is_new = await self._accept(same)
+            else:
+                is_new = await self.accept(same, is_length_given=is_length_given, on_rates=on_rates)
+            if is_new:
+                return _Running(same)
+        except (QueueFull, RateLimited, LogsFull, ModelNotFound, RequestNotFound, StorageFull):
+            await release(connection, reservation)
+            raise
+        view = await self._broker.view(same.request_id, spec.tenant, with_position=False)
+        if view.state == REQUEST_STATE_FINISHED:
+            await shorten(connection, reservation, self._broker.settings.retention_s)
+        return _Running(view.spec, view.is_discarded)
+
+    async def _accept(self, spec: RequestSpec, bounded: bool = True, deadline_ms: int | None = None) -> bool:
+        self._woken.add(spec.model)
+        is_new = await self.write(spec, bounded=bounded, deadline_ms=deadline_ms)
+        if is_new and not spec.ends_when_accepted:  # a log with its end has no readers
+            self._reads.note_accepted(spec.request_id)
+        if not is_new and spec.idempotency_key:
+            self._quota.note_ended(spec.tenant, spec.request_id)  # where it has, its log is now kept for longer
+        return is_new
+
+    async def _accept_admitted(
+        self,
+        spec: RequestSpec,
+        admission: RateReservation | None,
+        *,
+        bounded: bool = True,
+        deadline_ms: int | None = None,
+        is_logged: bool = True,
+    ) -> bool:
+        """Accept a request, or give back what was reserved for it. `is_logged`: whether the log's quota applies."""
+        tries = 0
+        try:
+            tries = await self._quota.reserve(spec, bounded=is_logged)
+            is_new = await self._accept(spec, bounded, deadline_ms)
+        except (QueueFull, LogsFull, ModelNotFound, RequestNotFound, StorageFull):
+            await self._quota.release(spec, tries)
+            await self._rate_limiter.release(spec, admission)
+            raise
+        if not is_new:
+            await self._rate_limiter.release(spec, admission)
+        return is_new
+
+    async def _is_known(self, same: RequestSpec, spec: RequestSpec) -> bool:
+        """Return whether an earlier try's request is in Redis: what bounds new requests doesn't concern it then."""
+        if same is spec:
+            return False
+        try:
+            await self._broker.view(same.request_id, same.tenant, with_position=False)
+        except RequestNotFound:
+            return False
+        return True
+
+    async def write(self, spec: RequestSpec, *, bounded: bool, deadline_ms: int | None = None) -> bool:
+        """Write a request's record and queue entry; return whether they were not there before. Raises as `accept`.
 
         Args:
             bounded: whether the queue's bounds apply.
-            expect: gets the partition and the id before Redis is asked.
             deadline_ms: what is left of the deadline of a request that is accepted again; None for the spec's.
         """
         poison = self.engines.poison_like(spec) if bounded and spec.model in self.engines.poison else None
         if poison is not None:
             raise KnownPoison(poison)
         where = await self._locate(spec)
-        expect(where, spec.request_id)
+        self._reads.expect(where, spec.request_id, spec.tenant)
         settings = self._broker.settings
         tokens = sum(len(prompt.ids) for prompt in spec.prompts)
         bounds = zip(spec.prompts, output_bounds(spec), strict=True)
@@ -227,7 +403,7 @@ class Acceptor:
         return Demand(prompt_tokens, prompt_tokens + expected, is_expected=True)
 
     def _counted(self, spec: RequestSpec) -> tuple[int, str, str, str]:
-        is_counted = bool(self._broker.settings.usage_days) or self.has_limits
+        is_counted = bool(self._broker.settings.usage_days) or self._has_limits
         return int(is_counted), spec.credential, spec.adapter.name or spec.model, f"{_times(spec):.12g}"
 
     def _expected(self, spec: RequestSpec, prompt_tokens: int, most: int) -> int:

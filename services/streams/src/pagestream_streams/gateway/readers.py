@@ -58,7 +58,6 @@ class Readers:
         self,
         broker: Broker,
         gateway_id: str,
-        accept_again: Callable[[RequestSpec, bool, int | None], Awaitable[object]],
         *,
         serves: bool = True,
         on_end: Callable[[str, str], None] = lambda _tenant, _request_id: None,
@@ -68,14 +67,14 @@ class Readers:
         Args:
             broker: the process' connection to Redis.
             gateway_id: the gateway's name and boot nonce.
-            accept_again: accepts a request that Redis has lost. Its second argument says whether queue bounds apply,
-                its third what is left of the deadline in ms, where that is known.
             serves: whether reads are registered, see GatewaySession.
             on_end: called with tenant and id when a read has come to the end of its log.
         """
         self._broker = broker
         self._settings = broker.settings
-        self._accept_again = accept_again
+        self.accept_again: Callable[[RequestSpec, bool, int | None], Awaitable[object]]
+        """Accepts a request that Redis has lost. Its second argument says whether queue bounds apply, its third what is
+        left of the deadline in ms, where that is known."""
         self._on_end = on_end
         limit_s = 2 * self._settings.beat_limit_s  # a round must not wait for one node, or one lost connection
         self._limit_s = limit_s
@@ -138,13 +137,39 @@ class Readers:
         request_id: str,
         *,
         tenant: str,
-        from_index: int,
-        digest: str,
-        spec: RequestSpec | None,
+        from_index: int = 0,
+        digest: str = "",
+        spec: RequestSpec | None = None,
         sink: Sink | None = None,
         on_engine: Callable[[str], None] | None = None,
     ) -> AsyncGenerator[list[LogEntry], None]:
-        """Yield batches of a log's entries; see GatewaySession.read."""
+        """Yield batches of consecutive log entries: those that exist, then live ones, up to the end entry.
+
+        While it runs, this gateway counts as a reader; after `aclose()` the disconnect grace starts, unless others
+        read. An offset past the end of an unfinished log waits. Redis may go away and come back.
+
+        Args:
+            from_index: index of the first entry to yield.
+            digest: digest of the log before `from_index`, which is then verified; "" for unknown.
+            spec: the request as it was accepted. With it, a request that Redis has lost (its disk or a replica was
+                behind when it died) is accepted again under its id, also in the middle of the read. Entries that were
+                seen before, here or by the bringer of `digest`, are compared with those generated again, and not
+                yielded twice.
+            sink: takes live entries as they come, while the generator is waited for, without a switch to its task;
+                entries that it has taken are not yielded. What it raises, the generator raises.
+            on_engine: called with the fingerprint of the engine, before the first entries come, where their wake-up
+                tells it. Entries that are read from the log don't.
+
+        Raises:
+            RequestNotFound: the tenant has no such request.
+            OffsetOutOfRange: `from_index` is past the end of a finished log.
+            DigestMismatch: the log differs from `digest` or from earlier entries.
+            Unavailable: Redis stayed away for settings.outage_limit_s.
+            QueueFull: the read begins with a lost request, and there is no room.
+            ValueError: `spec` is another request's.
+        """
+        if spec is not None and (spec.request_id, spec.tenant) != (request_id, tenant):
+            raise ValueError(f"the spec is {spec.request_id!r} of {spec.tenant!r}, not {request_id!r} of {tenant!r}")
         where = await self._with_retries(lambda: self._broker.directory.locate(request_id))
         read = LogRead(
             where,
@@ -258,7 +283,7 @@ class Readers:
             left_ms = None
             if read.deadline is not None:
                 left_ms = max(1, round((read.deadline - time.monotonic()) * 1000))
-            await self._accept_again(spec, not read.is_registered, left_ms)
+            await self.accept_again(spec, not read.is_registered, left_ms)
         except (ModelNotFound, RequestNotFound) as error:
             if not read.is_registered:
                 raise
@@ -572,6 +597,10 @@ class Registrations:
         if request_id in self._unregistering:
             self.awaited.doubt(request_id)
 
+    def note_accepted(self, request_id: str) -> None:
+        """Note that Redis has accepted a request that was expected."""
+        self.awaited.note_accepted(request_id, time.monotonic())
+
     def keep(self, request_id: str, tenant: str) -> ExpectedRead | None:
         """Keep a registration: a tenant's read of the request begins. Returns what an accept has left for it."""
         self._leaving.pop(request_id, None)
@@ -721,7 +750,7 @@ class LogRead:
             limits: bounds on what it keeps and yields.
             spec: the request to accept again if Redis has lost it.
             sink: what takes entries without waking the consumer's task, where it can.
-            on_engine: see GatewaySession.read.
+            on_engine: see Readers.read.
         """
         self.where = where
         self.spec = spec

@@ -7,43 +7,22 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
-from pagestream.v1.inference_pb2 import REQUEST_STATE_FINISHED
-from pagestream.v1.records_pb2 import LogEntry, RequestSpec
-
-from pagestream_streams.admin.broker import Broker, enlist, free_key
+from pagestream_streams.admin.broker import Broker
 from pagestream_streams.admin.sweeper import Sweeper
 from pagestream_streams.connection.connection import Connection, Subscription, run_on_each
-from pagestream_streams.errors import (
-    LogsFull,
-    ModelNotFound,
-    QueueFull,
-    RateLimited,
-    RequestNotFound,
-    StorageFull,
-    Unavailable,
-)
-from pagestream_streams.gateway.accept import Acceptor, LogQuota, release, shorten
-from pagestream_streams.gateway.readers import Readers, Registrations, Sink
-from pagestream_streams.limits import EndCounter, RateLimiter, RateReservation
+from pagestream_streams.errors import Unavailable
+from pagestream_streams.gateway.accept import Acceptor, LogQuota
+from pagestream_streams.gateway.readers import Readers, Registrations
+from pagestream_streams.limits import EndCounter, RateLimiter
 from pagestream_streams.protocol.keys import Partition
-from pagestream_streams.rates import LimitSource, Rate
+from pagestream_streams.rates import LimitSource
 from pagestream_streams.scripts import GATEWAY_HEARTBEAT
 from pagestream_streams.settings import StreamsSettings
 from pagestream_streams.tasks import Periodic, within
-
-_MOST_DISCARDED = 2  # requests of one idempotency key that are found discarded while it is asked for
-
-
-class _Running(NamedTuple):
-    """What an idempotency key stands for."""
-
-    spec: RequestSpec
-    is_discarded: bool = False
 
 
 class GatewaySession:
@@ -76,12 +55,24 @@ class GatewaySession:
         self._broker = broker
         self._settings = broker.settings
         self._serves = serves
-        self.acceptor = Acceptor(broker, self._id if serves else "")
-        self.acceptor.has_limits = limits is not None
         self.quota = LogQuota(broker)
         self.rate_limiter = RateLimiter(broker, limits)
         self.ends = EndCounter(broker)
-        self.readers = Readers(broker, self._id, self._accept_again, serves=serves, on_end=self.quota.note_ended)
+        self.sweeper = Sweeper(broker, self._partitions, on_ends=self.ends.note_partition)
+        self.readers = Readers(broker, self._id, serves=serves, on_end=self.quota.note_ended)
+        self.acceptor = Acceptor(
+            broker,
+            self._id if serves else "",
+            reads=self.readers.registrations,
+            quota=self.quota,
+            rate_limiter=self.rate_limiter,
+            woken=self.sweeper.woken,
+            has_limits=limits is not None,
+        )
+        self.readers.accept_again = self.acceptor.accept_again
+        # What a request needs, by the parts that do it: a call enters nothing here.
+        self.place, self.accept, self.accept_once = self.acceptor.place, self.acceptor.accept, self.acceptor.accept_once
+        self.read = self.readers.read
         self.subscription = Subscription(
             broker.connection, [broker.connection.keyspace.wake_ups(self._id)], self.readers.wake, self.readers.on_gap
         )
@@ -93,7 +84,6 @@ class GatewaySession:
             registrations=self.readers.registrations,
             acceptor=self.acceptor,
         )
-        self.sweeper = Sweeper(broker, self._partitions, on_ends=self.ends.note_partition)
 
     @property
     def gateway_id(self) -> str:
@@ -132,207 +122,10 @@ class GatewaySession:
         await self.rate_limiter.stop()
         await self.ends.timer.stop()
 
-    async def place(self, model: str, prompt_token_ids: Sequence[int], tenant: str, *, cache_salt: bytes = b"") -> str:
-        """Create a request id of the tenant on the partition of the prompt's first tokens and its cache salt.
-
-        Where that partition is overloaded, the id is on a second one that the tokens also determine.
-
-        Raises:
-            ModelNotFound: no engine has ever published the model.
-            Unavailable: Redis can't serve now.
-        """
-        return await self.acceptor.place(model, prompt_token_ids, tenant, cache_salt)
-
-    async def accept(
-        self,
-        spec: RequestSpec,
-        *,
-        is_length_given: bool = True,
-        on_rates: Callable[[Sequence[Rate]], None] = lambda _rates: None,
-    ) -> bool:
-        """Accept a request durably, and register this gateway as its reader. Accepting an id again changes nothing.
-
-        Args:
-            is_length_given: whether its caller has named max_tokens, see Acceptor.demand.
-            on_rates: called with how far the limits are used that the caller has, once it is admitted.
-
-        Returns:
-            Whether this call accepted it. Else it had been accepted before, by a lost try of this one or by another
-            caller, perhaps with another seed: `broker.spec` returns what runs.
-
-        Raises:
-            QueueFull: the queue's bound, or the tenant's share of it, is reached.
-            ClassRefused: a QueueFull; all engines are short of memory and take no more of this class.
-            RateLimited: a limit of the tenant or its credential has no room for it.
-            LogsFull: the tenant's logs take what they may.
-            RequestNotFound: the id is of an unknown model or another tenant.
-            ModelNotFound: the model was removed.
-            Unavailable: the request may have been accepted all the same; a retry is harmless.
-        """
-        admission = None
-        if self.rate_limiter.is_on:
-            demand = self.acceptor.demand(spec, is_length_given=is_length_given)
-            admission = await self.rate_limiter.admit(spec, demand)
-        if admission is not None:
-            on_rates(admission.rates)
-        return await self._accept_admitted(spec, admission, bounded=True)
-
-    async def accept_once(
-        self,
-        spec: RequestSpec,
-        *,
-        body_digest: str,
-        is_length_given: bool = True,
-        on_rates: Callable[[Sequence[Rate]], None] = lambda _rates: None,
-    ) -> RequestSpec:
-        """Accept a request once for its tenant and idempotency key. A retry completes an accept that was interrupted.
-
-        A retry after the request's end renews its log, so that the key never outlives it. A refusal frees the key, and
-        so does a request that its tenant has discarded: the try is then a new request.
-
-        Args:
-            body_digest: digest of the client's body; tries with the same key must have the same.
-            is_length_given, on_rates: as `accept`. A try that joins an earlier one is not counted again.
-
-        Returns:
-            What runs: the spec, or that of an earlier try.
-
-        Raises:
-            IdempotencyConflict: the key was used with another body.
-            QueueFull, RateLimited, LogsFull, ModelNotFound, RequestNotFound, Unavailable: as `accept`.
-        """
-        for _ in range(_MOST_DISCARDED + 1):
-            running = await self._accepted_once(spec, body_digest, is_length_given, on_rates)
-            if not running.is_discarded:
-                return running.spec
-            await free_key(self._broker, running.spec)
-        raise Unavailable("the request was discarded while it was accepted; try again with another id")
-
-    async def _accepted_once(
-        self, spec: RequestSpec, body_digest: str, is_length_given: bool, on_rates: Callable[[Sequence[Rate]], None]
-    ) -> _Running:
-        connection = self._broker.connection
-        reservation, same = await self.acceptor.reserved(spec, body_digest)
-        try:
-            if await self._is_known(same, spec):
-                is_new = await self._accept(same, True)
-            else:
-                is_new = await self.accept(same, is_length_given=is_length_given, on_rates=on_rates)
-            if is_new:
-                return _Running(same)
-        except (QueueFull, RateLimited, LogsFull, ModelNotFound, RequestNotFound, StorageFull):
-            await release(connection, reservation)
-            raise
-        view = await self._broker.view(same.request_id, spec.tenant, with_position=False)
-        if view.state == REQUEST_STATE_FINISHED:
-            await shorten(connection, reservation, self._settings.retention_s)
-        return _Running(view.spec, view.is_discarded)
-
-    def read(
-        self,
-        request_id: str,
-        *,
-        tenant: str,
-        from_index: int = 0,
-        digest: str = "",
-        spec: RequestSpec | None = None,
-        sink: Sink | None = None,
-        on_engine: Callable[[str], None] | None = None,
-    ) -> AsyncGenerator[list[LogEntry], None]:
-        """Yield batches of consecutive log entries: those that exist, then live ones, up to the end entry.
-
-        While it runs, this gateway counts as a reader; after `aclose()` the disconnect grace starts, unless others
-        read. An offset past the end of an unfinished log waits. Redis may go away and come back.
-
-        Args:
-            from_index: index of the first entry to yield.
-            digest: digest of the log before `from_index`, which is then verified; "" for unknown.
-            spec: the request as it was accepted. With it, a request that Redis has lost (its disk or a replica was
-                behind when it died) is accepted again under its id, also in the middle of the read. Entries that were
-                seen before, here or by the bringer of `digest`, are compared with those generated again, and not
-                yielded twice.
-            sink: takes live entries as they come, while the generator is waited for, without a switch to its task;
-                entries that it has taken are not yielded. What it raises, the generator raises.
-            on_engine: called with the fingerprint of the engine, before the first entries come, where their wake-up
-                tells it. Entries that are read from the log don't.
-
-        Raises:
-            RequestNotFound: the tenant has no such request.
-            OffsetOutOfRange: `from_index` is past the end of a finished log.
-            DigestMismatch: the log differs from `digest` or from earlier entries.
-            Unavailable: Redis stayed away for settings.outage_limit_s.
-            QueueFull: the read begins with a lost request, and there is no room.
-            ValueError: `spec` is another request's.
-        """
-        if spec is not None and (spec.request_id, spec.tenant) != (request_id, tenant):
-            raise ValueError(f"the spec is {spec.request_id!r} of {spec.tenant!r}, not {request_id!r} of {tenant!r}")
-        return self.readers.read(
-            request_id,
-            tenant=tenant,
-            from_index=from_index,
-            digest=digest,
-            spec=spec,
-            sink=sink,
-            on_engine=on_engine,
-        )
-
-    async def _accept(self, spec: RequestSpec, bounded: bool, deadline_ms: int | None = None) -> bool:
-        self.sweeper.woken.add(spec.model)
-        registrations = self.readers.registrations
-
-        def expect(where: Partition, request_id: str) -> None:
-            registrations.expect(where, request_id, spec.tenant)
-
-        is_new = await self.acceptor.accept(spec, bounded=bounded, expect=expect, deadline_ms=deadline_ms)
-        if is_new and not spec.ends_when_accepted:  # a log with its end has no readers
-            registrations.awaited.note_accepted(spec.request_id, time.monotonic())
-        if not is_new and spec.idempotency_key:
-            self.quota.note_ended(spec.tenant, spec.request_id)  # where it has, its log is now kept for longer
-        return is_new
-
-    async def _accept_admitted(
-        self,
-        spec: RequestSpec,
-        admission: RateReservation | None,
-        *,
-        bounded: bool,
-        deadline_ms: int | None = None,
-        is_logged: bool = True,
-    ) -> bool:
-        """Accept a request, or give back what was reserved for it. `is_logged`: whether the log's quota applies."""
-        tries = 0
-        try:
-            tries = await self.quota.reserve(spec, bounded=is_logged)
-            is_new = await self._accept(spec, bounded, deadline_ms)
-        except (QueueFull, LogsFull, ModelNotFound, RequestNotFound, StorageFull):
-            await self.quota.release(spec, tries)
-            await self.rate_limiter.release(spec, admission)
-            raise
-        if not is_new:
-            await self.rate_limiter.release(spec, admission)
-        return is_new
-
-    async def _accept_again(self, spec: RequestSpec, bounded: bool, deadline_ms: int | None) -> None:
-        """Accept a request that Redis has lost, and what stands beside its record."""
-        demand = self.acceptor.demand(spec, is_length_given=False)
-        admission = await self.rate_limiter.admit(spec, demand, bounded=False)
-        await self._accept_admitted(spec, admission, bounded=bounded, deadline_ms=deadline_ms, is_logged=False)
-        await enlist(self._broker, spec.request_id, spec.tenant)
-
     async def _awake_partitions(self) -> list[Partition]:
         partitions, read = await self._partitions(), {read.where.model for read in self.readers.reads}
         awake = {where.model for where in self.sweeper.awake(partitions)}
         return [where for where in partitions if where.model in awake or where.model in read]
-
-    async def _is_known(self, same: RequestSpec, spec: RequestSpec) -> bool:
-        """Return whether an earlier try's request is in Redis: what bounds new requests doesn't concern it then."""
-        if same is spec:
-            return False
-        try:
-            await self._broker.view(same.request_id, same.tenant, with_position=False)
-        except RequestNotFound:
-            return False
-        return True
 
     async def _partitions(self) -> list[Partition]:
         directory = self._broker.directory
