@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 from pagestream_grammars.output_formats.registry import TOOL_FORMATS
@@ -21,13 +22,19 @@ def table() -> str:
     rows: list[str] = []
     authorities: list[str] = []
     for each in TOOL_FORMATS.values():
-        parsers = ", ".join(f"`{name}`" for name in each.parsers)
+        parsers, *others = [", ".join(f"`{name}`" for name in pair) for pair in _pairs(each.parsers)]
         for spelling in each.spellings:
             authorities.append(f"[{len(authorities) + 1}] {spelling.authority}")
-            rows.append(f"| {parsers} | {spelling.models} | {spelling.looks} | [{len(authorities)}] |")
+            looks = spelling.looks.replace("|", "\\|")
+            rows.append(f"| {parsers} | {spelling.models} | {looks} | [{len(authorities)}] |")
+        rows += [f"| {names} | likewise | likewise | |" for names in others]
     text = f"Authorities, vLLM's unless another is named: {'; '.join(authorities)}."
     head = ["| `--tool-call-parser` | models | what calls look like | authority |", "|---|---|---|---|"]
     return "\n".join([*head, *rows, "", *textwrap.wrap(text, 118, break_on_hyphens=False)])
+
+
+def _pairs(names: Sequence[str]) -> list[Sequence[str]]:
+    return [names[place : place + 2] for place in range(0, len(names), 2)]
 
 
 def page(text: str) -> str:

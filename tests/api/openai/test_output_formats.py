@@ -61,7 +61,24 @@ OUTPUTS = {
         "Where?\n</think>\n\nI look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
         '```json\n{"city": "Oslo", "days": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     ),
+    "kimi": (  # whose template shows ids
+        "{{ tools }}<|tool_calls_section_begin|>{{ messages[0].content }}",
+        "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:3<|tool_call_argument_begin|>"
+        '{"city": "Oslo", "days": 2}<|tool_call_end|><|tool_calls_section_end|>',
+    ),
+    "gemma-4": (
+        "{{ tools }}<|tool_call><|channel>{{ messages[0].content }}",
+        "<|channel>thought\nWhere?\n<channel|>I look.<|tool_call>call:get_weather"
+        '{city:<|"|>Oslo<|"|>,days:2}<tool_call|>',
+    ),
+    "granite": (
+        "{{ tools }}<|tool_call|><think><response>{{ messages[0].content }}",
+        "<think>Where?</think>\n<response>I look.</response>\n"
+        '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}]',
+    ),
 }
+SILENT = ("qwen3-coder", "kimi")
+"""Those whose outputs above have no reasoning."""
 
 
 def joined(deltas: list[dict[str, Any]]) -> dict[str, str]:
@@ -102,12 +119,14 @@ async def test_outputs_are_divided_from_any_position(http: httpx.AsyncClient, re
             assert joined([*deltas[:cut], *more]) == found
     assert found == {
         "content": "" if form == "qwen3.5" else "I look.",
-        "reasoning_content": "" if form == "qwen3-coder" else "Where?",
+        "reasoning_content": "" if form in SILENT else "Where?",
         "name": "get_weather",
         "arguments": '{"city": "Oslo", "days": 2}',
     }
     assert choice["finish_reason"] == events[-2].body["choices"][0]["finish_reason"] == "tool_calls"
     assert joined([choice["message"]]) == found
+    call_ids = {call["id"] for call in choice["message"]["tool_calls"]}
+    assert (call_ids == {"functions.get_weather:3"}) is (form == "kimi")
 
 
 TEMPLATE = (

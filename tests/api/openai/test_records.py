@@ -392,9 +392,55 @@ CALLS: dict[str, tuple[str, list[str]]] = {
         "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>ARGUMENTS",
         [" to=functions.f<|channel|>commentary json<|message|>ARGUMENTS"],
     ),
+    "granite": (
+        '<|tool_call|>[{"name": "f", "arguments": ARGUMENTS}]',
+        ['<|tool_call|> [{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]'],
+    ),
+    "phi4_mini_json": (
+        '<|tool_call|>[{"name": "f", "arguments": ARGUMENTS}]<|/tool_call|>',
+        ['<|tool_call|>[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]<|/tool_call|>'],
+    ),
+    "hunyuan_a13b": (
+        '<tool_calls>[{"name": "f", "arguments": ARGUMENTS}]</tool_calls>',
+        ['<tool_calls>\n[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]\n</tool_calls>'],
+    ),
+    "internlm": (
+        '<|action_start|><|plugin|>\n{"name": "f", "parameters": ARGUMENTS}<|action_end|>',
+        ['<|action_start|><|plugin|>{"name": "now", "parameters": {}}\n<|action_end|>'],
+    ),
+    "cohere_command3": (
+        '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": ARGUMENTS}]<|END_ACTION|>',
+        ['<|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>'],
+    ),
+    "longcat": ('<longcat_tool_call>\n{"name": "f", "arguments": ARGUMENTS}\n</longcat_tool_call>', []),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>ARGUMENTS"
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        [
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}"
+            "<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+            "<|tool_calls_section_end|>"
+        ],
+    ),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="b">2</parameter>\n'
+        '<parameter name="city"><O</parameter>\n<parameter name="unit">c</parameter>\n</invoke>\n</minimax:tool_call>',
+        [
+            '<minimax:tool_call>\n<invoke name="now">\n</invoke>\n<invoke name="now">\n'
+            '<parameter name="any">x</parameter>\n</invoke>\n</minimax:tool_call>'
+        ],
+    ),
+    "olmo3": (
+        '<function_calls>\nf(b=2, city="<O", unit="c")\n</function_calls>',
+        ["<function_calls>now()\nf(b=2)</function_calls>"],
+    ),
+    "lfm2": (
+        '<|tool_call_start|>[f(b=2, city="<O", unit="c")]<|tool_call_end|>',
+        ["<|tool_call_start|>[now(), now()]<|tool_call_end|>"],
+    ),
 }
 """A call of f, and other calls, as models of each format write them."""
-MARKERS = re.compile(r"</?(?:seed:)?[a-z_]+>|<[|｜][^|｜]+[|｜]>|\[[A-Z_]+\]")
+MARKERS = re.compile(r"</?(?:seed:|minimax:)?[a-z_]+>|<[|｜][^|｜]+[|｜]>|\[[A-Z_]+\]")
 
 
 def either(parser: str, *, answer: Any = None, parameters: Any = PLACE, **more: Any) -> tuple[ModelCard, Any]:
@@ -490,7 +536,7 @@ async def test_the_form_of_each_api_leaves_room_for_calls(records: Records) -> N
 
 
 async def test_one_call_where_parallel_ones_are_not_wanted(records: Records) -> None:
-    for form in ("hermes", "mistral", "glm45", "pythonic"):
+    for form in ("hermes", "mistral", "glm45", "pythonic", "granite", "hunyuan_a13b", "kimi_k2", "minimax_m2", "olmo3"):
         _, [several] = CALLS[form]
         card, asked = either(form, words=MARKERS.findall("".join(CALLS[form][0] + several)))
         rules = (await records.of_chat(card, **asked, parallel_tool_calls=False)).sampling.structured_outputs.grammar

@@ -230,6 +230,118 @@ CASES: list[tuple[str, str, list[Part]]] = [
     ("pythonic", "[add(1)]", [Content("[add(1)]")]),
     ("pythonic", "[open(a=1)]", [Content("[open(a=1)]")]),
     ("pythonic", "[1, 2]", [Content("[1, 2]")]),
+    (
+        "granite",
+        'I look.\n<|tool_call|>[{"name": "get_weather", "arguments": {"city": "]"}}, {"name": "add", "arguments": {}}]',
+        [Content("I look."), *call("get_weather", '{"city": "]"}'), *call("add", "{}")],
+    ),
+    ("granite", '<tool_call> [{"name":"add","arguments":{"a":1}}]\n', call("add", '{"a":1}')),
+    ("granite", "<|tool_call|>[]", [Content("<|tool_call|>[]")]),
+    ("granite", "<|tool_call|>[1] so", [Content("<|tool_call|>[1] so")]),
+    (
+        "phi4_mini_json",
+        '<|tool_call|>[{"name":"add","arguments":{"a":1}},\n{"name":"now"}]<|/tool_call|> Done',
+        [*call("add", '{"a":1}'), *call("now", "{}"), Content(" Done")],
+    ),
+    ("phi4_mini_json", 'functools[{"name": "add", "arguments": {"a": 1}}]', call("add", '{"a": 1}')),
+    ("phi4_mini_json", "from functools import [x", [Content("from functools import [x")]),
+    ("phi4_mini_json", "functools[lru_cache]", [Content("functools[lru_cache]")]),
+    (
+        "hunyuan_a13b",
+        'So.\n<tool_calls>\n[{"name": "add", "arguments": {"a": 1}},{"name": "now", "arguments": {}}]\n</tool_calls>\n',
+        [Content("So."), *call("add", '{"a": 1}'), *call("now", "{}")],
+    ),
+    ("hunyuan_a13b", "<tool_calls>[so", [Content("<tool_calls>[so")]),
+    ("hunyuan_a13b", '<tool_calls>[{"name": "add", "arguments": {"a"', call("add", '{"a"')),
+    (
+        "internlm",
+        'I look.<|action_start|><|plugin|>\n{"name": "add", "parameters": {"a": 1}}<|action_end|>\n',
+        [Content("I look."), *call("add", '{"a": 1}')],
+    ),
+    ("internlm", "<|action_start|><|plugin|>x", [Content("<|action_start|><|plugin|>x")]),
+    ("internlm", "<|action_start|>x", [Content("<|action_start|>x")]),
+    (
+        "cohere_command3",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "add", "parameters": {"a": 1}},\n'
+        '    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>',
+        [*call("add", '{"a": 1}'), *call("now", "{}")],
+    ),
+    ("cohere_command3", '<|START_ACTION|>[{"name": 1}]', [Content('<|START_ACTION|>[{"name": 1}]')]),
+    (
+        "longcat",
+        'I.<longcat_tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</longcat_tool_call>',
+        [Content("I."), *call("add", '{"a": 1}')],
+    ),
+    (
+        "kimi_k2",
+        "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        '{"city": "}"}<|tool_call_end|><|tool_call_begin|>add:12 <|tool_call_argument_begin|> {}<|tool_call_end|>'
+        "<|tool_calls_section_end|>",
+        [
+            Content("I look."),
+            CallBegin("get_weather", "functions.get_weather:0"),
+            Arguments('{"city": "}"}'),
+            CallBegin("add", "add:12"),
+            Arguments("{}"),
+        ],
+    ),
+    (
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>add<|tool_call_argument_begin|>{}",
+        [Content("<|tool_calls_section_begin|><|tool_call_begin|>add<|tool_call_argument_begin|>{}")],
+    ),
+    (
+        "minimax_m2",
+        'I look.\n<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">O"s\nlo</parameter>\n'
+        "<parameter name=\"days\">[1, 2]</parameter>\n</invoke>\n<invoke name=add>\n<parameter name='a'> 5</parameter>"
+        "\n</invoke>\n</minimax:tool_call>\nDone",
+        [
+            Content("I look."),
+            *call("get_weather", '{"city": "O\\"s\\nlo", "days": [1, 2]}'),
+            *call("add", '{"a": 5}'),
+            Content("\nDone"),
+        ],
+    ),
+    ("minimax_m2", "<minimax:tool_call>so", [Content("<minimax:tool_call>so")]),
+    ("minimax_m2", "an <invoke name=\n", [Content("an <invoke name=\n")]),
+    (
+        "gemma4",
+        'I look.<|tool_call>call:get_weather{city:<|"|>O}"slo<|"|>,days:[1,{x:null,<|"|>y z<|"|>:-2.5}],u:true,v:m}'
+        "<tool_call|><|tool_call>call:now{}<tool_call|>",
+        [
+            Content("I look."),
+            *call("get_weather", '{"city": "O}\\"slo", "days": [1, {"x": null, "y z": -2.5}], "u": true, "v": "m"}'),
+            *call("now", "{}"),
+        ],
+    ),
+    ("gemma4", "<|tool_call>:add{a:1}<tool_call|> so", [*call("add", '{"a": 1}'), Content(" so")]),
+    ("gemma4", "<|tool_call>add{a:1}", [Content("<|tool_call>add{a:1}")]),
+    ("gemma4", "<|tool_call>call:add{a}<tool_call|>", [Content("<|tool_call>call:add{a}<tool_call|>")]),
+    ("gemma4", "<|tool_call>call:add{a:1", [Content("<|tool_call>call:add{a:1")]),
+    ("gemma4", "<|tool_call>call:add{a:1e999}", [Content("<|tool_call>call:add{a:1e999}")]),
+    (
+        "functiongemma",
+        "<start_function_call>call:get_weather{city:<escape>O,slo<escape>,days:[]}<end_function_call>",
+        call("get_weather", '{"city": "O,slo", "days": []}'),
+    ),
+    (
+        "olmo3",
+        "I look.\n<function_calls>\nadd(a=1, b=\"x)\")\nget_weather(city='Oslo')\n</function_calls>\nDone",
+        [
+            Content("I look."),
+            *call("add", '{"a": 1, "b": "x)"}'),
+            *call("get_weather", '{"city": "Oslo"}'),
+            Content("\nDone"),
+        ],
+    ),
+    ("olmo3", "<function_calls>open(a=1)</function_calls>", [Content("<function_calls>open(a=1)</function_calls>")]),
+    ("olmo3", "<function_calls>add(a=1)", call("add", '{"a": 1}')),
+    (
+        "lfm2",
+        "<|tool_call_start|>[add(a=1), add(a=2)]<|tool_call_end|>Done",
+        [*call("add", '{"a": 1}'), *call("add", '{"a": 2}'), Content("Done")],
+    ),
+    ("lfm2", "<|tool_call_start|>[1]", [Content("<|tool_call_start|>[1]")]),
 ]
 
 
@@ -261,6 +373,25 @@ WORDS = st.sampled_from(
             "</arg_key>",
             "<arg_value>",
         ),
+        *(
+            "<|tool_call|>",
+            "functools[",
+            "<tool_calls>",
+            "</tool_calls>",
+            "<|action_start|><|plugin|>",
+            "<|action_end|>",
+        ),
+        *("<|START_ACTION|>", "<|END_ACTION|>", '{"tool_name": "add"', "<|tool_call_begin|>add:0"),
+        *("<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_begin|>", "<minimax:tool_call>"),
+        *(
+            '<invoke name="add">',
+            '<parameter name="a">',
+            "</invoke>",
+            "</minimax:tool_call>",
+            "<|tool_call>",
+            "call:add{",
+        ),
+        *('<|"|>', "<tool_call|>", "a:", "<function_calls>", "</function_calls>", "add(a=1)", "<|tool_call_start|>"),
         *("</arg_value>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
         *("<｜tool▁calls▁end｜>", "```json", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "to=functions.add"),
         *('{"name": "add"', '"arguments": ', '"parameters": ', '"name": "get_weather"', "add", "(", ")", "a=1"),
@@ -409,6 +540,45 @@ def test_reasoning_between_other_marks(marks: str, begin: str, end: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("marks", "is_open", "text", "expected"),
+    [
+        ("gemma4", False, "<|channel>thought\nWhy?\n<channel|>Hi", [Reasoning("Why?"), Content("Hi")]),
+        ("gemma4", False, "<|channel>thought\n<channel|>Hi", [Content("Hi")]),
+        ("gemma4", False, "<|channel>thoughts", [Reasoning("thoughts")]),
+        (
+            "response",
+            False,
+            "<think>Why?</think>\n<response>\nHi < \n</response>",
+            [Reasoning("Why?"), Content("Hi <")],
+        ),
+        ("response", False, "<response>Hi</resp", [Content("Hi</resp")]),
+        ("answer", True, "Why?\n</think>\n<answer>\nHi\n</answer> x", [Reasoning("Why?"), Content("Hi x")]),
+        ("answer", False, "Hi <answer>", [Content("Hi <answer>")]),
+        (
+            "cohere_command3",
+            False,
+            "<|START_THINKING|>Why?<|END_THINKING|><|START_RESPONSE|>Hi<|END_RESPONSE|>",
+            [Reasoning("Why?"), Content("Hi")],
+        ),
+        ("cohere_command3", False, "<|START_TEXT|> <|END_TEXT|>", []),
+        (
+            "granite",
+            False,
+            "Here is my thought process: Why? Here is my response: Hi",
+            [Reasoning("Why?"), Content("Hi")],
+        ),
+    ],
+)
+def test_marks_of_reasoning_and_of_the_answer(marks: str, is_open: bool, text: str, expected: list[Part]) -> None:
+    def made() -> OutputParser:
+        return parser("", reasoning="open" if is_open else "think", reasoning_marks=marks)
+
+    for cut in range(len(text)):
+        assert parts_of(made(), [text[:cut], text[cut:]]) == expected
+    assert parts_of(made(), text) == expected
+
+
+@pytest.mark.parametrize(
     ("template", "expected"),
     [
         ("{% if tools %}<tool_call>{% endif %}", "hermes"),
@@ -420,7 +590,19 @@ def test_reasoning_between_other_marks(marks: str, begin: str, end: str) -> None
         ("{{ tools }}<seed:tool_call><function=example>", "seed_oss"),
         ("{{ tools }}<｜tool▁calls▁begin｜>", "deepseek_v3"),
         ("{{ tools }}<|channel|>final<|message|>", "openai"),
-        ("{{ tools }}<|tool_call>call:", None),
+        ("{{ tools }}<|tool_call>call:", "gemma4"),
+        ("{{ tools }}<start_function_call>", "functiongemma"),
+        ("{{ tools }}<|tool_calls_section_begin|>", "kimi_k2"),
+        ('{{ tools }}<minimax:tool_call><invoke name="', "minimax_m2"),
+        ("{{ tools }} with <|tool_call|> followed by a JSON list", "granite"),
+        ("{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}", "phi4_mini_json"),
+        ("{{ tools }}<tool_calls>", "hunyuan_a13b"),
+        ("{{ tools }}<|plugin|>", "internlm"),
+        ("{{ tools }}<|START_ACTION|>", "cohere_command3"),
+        ("{{ tools }}<longcat_tool_call>", "longcat"),
+        ("{{ tools }}<function_calls>", "olmo3"),
+        ("{{ tools }}<|tool_call_start|>", "lfm2"),
+        ("{{ tools }}<tools_of_its_own>", None),
         ("<tool_call>", None),
         ("", None),
     ],

@@ -215,7 +215,7 @@ def markers_of(form: OutputForm) -> tuple[str, ...]:
     if not form.reasoning_format:
         return calls
     within = _call_markers(_format_within(form))
-    return (*calls, *within, *MARKS.get(form.reasoning_marks, MARKS[""]))
+    return (*calls, *within, *MARKS.get(form.reasoning_marks, MARKS[""]).texts)
 
 
 def parser_of(form: OutputForm) -> OutputParser:
@@ -271,7 +271,7 @@ def marks_name(template: str, parsers: OutputParsers = BY_TEMPLATE) -> str:
     """Return whose marks reasoning has, where it has any."""
     named = parsers.reasoning_parser
     if named in REASONING_PARSERS:
-        return named if named in MARKS else ""
+        return REASONING_PARSERS[named]
     return next((name for name, marks in MARKS.items() if name and _has(template, marks)), "")
 
 
@@ -315,13 +315,14 @@ def reasoning_arguments(template: str, *, reasons: bool) -> dict[str, Any] | Non
     if name == "seed_oss" and _BUDGET in template:
         return {} if reasons else {_BUDGET: 0}
     has_marks = _has(template, MARKS[name])
-    if has_marks and not name and _THINKING.search(template):
+    if has_marks and MARKS[name].begin == MARKS[""].begin and _THINKING.search(template):
         return {other: reasons}
     return {} if has_marks is reasons else None
 
 
 def _has(template: str, marks: Marks) -> bool:
-    return marks.begin in template or marks.end in template
+    has_answer = not marks.answers or any(begin in template for begin, _ in marks.answers)
+    return has_answer and (marks.begin in template or marks.end in template)
 
 
 _LENGTH = 9
@@ -329,13 +330,15 @@ _TAKEN_BY_MISTRAL = re.compile(rf"[A-Za-z0-9]{{{_LENGTH}}}")
 """Its templates refuse any other id, as mistral-common does."""
 
 
-def call_id(place: str, form: OutputForm) -> str:
-    """Return the id of a call at a place: a request, its choice, and the call's number.
+def call_id(place: str, form: OutputForm, name: str, number: int) -> str:
+    """Return the id of a call of a tool at a place: a request, its choice, and the call's number there.
 
-    It is as long as the model's template takes it; where a record doesn't say whose calls a grammar forces, so short
-    that each template does.
+    It is as the model's template takes it; where a record doesn't say whose calls a grammar forces, so short that each
+    template does.
     """
     own = form.own_format if form.tool_format in _FORCED else form.tool_format
+    if own in TOOL_FORMATS and (spelled := TOOL_FORMATS[own].call_id):
+        return spelled.format(name=name, number=number)
     digest = _digest(place)
     return digest[:_LENGTH] if not own or has_short_ids(own) else f"call_{digest[:24]}"
 

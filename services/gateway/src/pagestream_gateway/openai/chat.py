@@ -339,6 +339,7 @@ class ChoiceReader:
         self.has_reasoned = False
         self.num_calls = 0
         """Calls that have begun, with those that are left out."""
+        self._last = CallBegin("")
         self._parser = parser_of(self.form)
         self._prefix = f"{spec.request_id}:{choice}"
 
@@ -351,12 +352,14 @@ class ChoiceReader:
 
     def call_id(self) -> str:
         """Return the id of the last call, the same for each reader."""
-        return call_id(f"{self._prefix}:{self.num_calls}", self.form)
+        name, spelled = self._last.name, self._last.id
+        return spelled or call_id(f"{self._prefix}:{self.num_calls}", self.form, name, self.num_calls - 1)
 
     def _shown(self, parts: Iterable[Part]) -> Iterator[Part]:
         for part in parts:
             if isinstance(part, CallBegin):
                 self.num_calls += 1
+                self._last = part
             self.has_reasoned = self.has_reasoned or isinstance(part, Reasoning)
             is_of_call = isinstance(part, CallBegin | Arguments)
             is_left_out = is_of_call and self.form.one_call and self.num_calls > 1

@@ -56,6 +56,8 @@ class ToolFormat:
     """Whether it spells arguments as text, so that the record of a request has the types of parameters."""
     has_short_ids: bool = False
     """Whether templates take ids of nine letters and digits alone."""
+    call_id: str = ""
+    """How the model spells ids, with {name} and {number}, where its templates show them; "": any id will do."""
     rules: Callable[[CallWriter], str] | None
     """Returns the grammar's rule `calls`, and those that it needs, for an output that is an answer or calls. None: it
     has none that stands beside an answer's."""

@@ -42,9 +42,15 @@ class CallObject:
     while they are written. Arguments that are a string are JSON inside of it.
     """
 
-    def __init__(self, names: frozenset[str] | None = None) -> None:
-        """`names`: an object with another name is no call; None: any name is one."""
+    def __init__(self, names: frozenset[str] | None = None, *, name_key: str = "name") -> None:
+        """Create it for one object.
+
+        Args:
+            names: an object with another name is no call; None: any name is one.
+            name_key: the member that has the name.
+        """
         self._names = names
+        self._name_key = name_key
         self._depth = 0
         self._in_string = self._escaped = False
         self._text: list[str] = []
@@ -175,7 +181,7 @@ class CallObject:
         if self._value_begin < 0:
             self._key = text
             return
-        if self._key == "name":
+        if self._key == self._name_key:
             self.is_failed = not text or (self._names is not None and text not in self._names)
             self._name = self._name if self.is_failed else text
         self._end_value()

@@ -31,6 +31,8 @@ class CallBegin:
     """A call of a tool begins; its arguments follow."""
 
     name: str
+    id: str = ""
+    """As the model has spelled it, where its template shows it again; else "": a gateway gives one."""
 
 
 @dataclass(frozen=True, slots=True)

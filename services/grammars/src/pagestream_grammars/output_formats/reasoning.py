@@ -19,22 +19,110 @@ _PIECE_CHARS = 64
 
 
 class Marks(NamedTuple):
-    """What stands around reasoning."""
+    """What stands around reasoning, and around the answer."""
 
     begin: str
     end: str
+    label: str = ""
+    """Behind the beginning, where the model writes it; it is no reasoning."""
+    answers: tuple[tuple[str, str], ...] = ()
+    """Pairs of marks of which one may stand around an answer; a template whose reasoning has these marks has one."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All marks."""
+        return (self.begin, self.end, *(mark for pair in self.answers for mark in pair))
 
 
+_BEGIN, _END = "<think>", "</think>"
 MARKS = {
-    "": Marks("<think>", "</think>"),
+    "": Marks(_BEGIN, _END),
     "seed_oss": Marks("<seed:think>", "</seed:think>"),
     "mistral": Marks("[THINK]", "[/THINK]"),
+    "gemma4": Marks("<|channel>", "<channel|>", label="thought\n"),
+    "cohere_command3": Marks(
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        answers=(("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>")),
+    ),
+    "response": Marks(_BEGIN, _END, answers=(("<response>", "</response>"),)),
+    "answer": Marks(_BEGIN, _END, answers=(("<answer>", "</answer>"),)),
+    "granite": Marks("Here is my thought process:", "Here is my response:"),
 }
 """By the name that a request's record has."""
 
 
-REASONING_PARSERS = ("deepseek_r1", "deepseek_v3", "glm45", "mistral", "openai_gptoss", "qwen3", "seed_oss")
-"""Names of parsers of reasoning."""
+REASONING_PARSERS = {
+    "cohere_command3": "cohere_command3",
+    "cohere_command4": "cohere_command3",
+    "deepseek_r1": "",
+    "deepseek_v3": "",
+    "deepseek_v4": "",
+    "ernie45": "response",
+    "gemma4": "gemma4",
+    "glm45": "",
+    "glm47": "",
+    "granite": "granite",
+    "holo2": "",
+    "hunyuan_a13b": "answer",
+    "hy_v3": "",
+    "kimi_k2": "",
+    "mimo": "",
+    "minimax_m2": "",
+    "mistral": "mistral",
+    "nemotron_v3": "",
+    "olmo3": "",
+    "openai_gptoss": "",
+    "qwen3": "",
+    "seed_oss": "seed_oss",
+    "step3": "",
+    "step3p5": "",
+}
+"""Names of parsers of reasoning, and whose marks each looks for."""
+
+
+class Answer:
+    """Passes an output on to another parser without the marks around its answer."""
+
+    def __init__(self, inner: OutputParser, marks: Marks) -> None:
+        self._inner = inner
+        self._pairs = dict(marks.answers)
+        self._held = self._end = ""
+        self._state = "begin"
+
+    def feed(self, text: str) -> list[Part]:
+        """See OutputParser."""
+        text, self._held = self._held + text, ""
+        if self._state == "begin":
+            stripped = text.lstrip()
+            begin = next((each for each in self._pairs if stripped.startswith(each)), "")
+            if not begin and any(each.startswith(stripped) for each in self._pairs):
+                self._held = text
+                return []
+            self._state, self._end = ("opened", self._pairs[begin]) if begin else ("outside", "")
+            text = stripped.removeprefix(begin) if begin else text
+        if self._state == "opened":
+            text = text.lstrip()
+            self._state = "inside" if text else "opened"
+        if self._state == "inside":
+            text = self._inside(text)
+        return self._inner.feed(text) if text else []
+
+    def _inside(self, text: str) -> str:
+        """Return what is certain of an answer; blanks before its end are left out."""
+        place = text.find(self._end)
+        if place >= 0:
+            self._state = "outside"
+            return text[:place].rstrip() + text[place + len(self._end) :]
+        certain = text[: len(text) - held_prefix(text, self._end)].rstrip()
+        self._held = text[len(certain) :]
+        return certain
+
+    def end(self) -> list[Part]:
+        """See OutputParser."""
+        held, self._held = self._held, ""
+        held = "" if self._state == "inside" and not held.strip() else held
+        return joined([*(self._inner.feed(held) if held else ()), *self._inner.end()])
 
 
 class CallsWithin(NamedTuple):
@@ -73,7 +161,7 @@ class Think:
             calls_within: how calls within the reasoning are found; None: they are not looked for.
             names: of the tools; a call of another one, within reasoning, is reasoning. Empty: any may be called.
         """
-        self._inner = inner
+        self._inner = Answer(inner, marks) if marks.answers else inner
         self._marks = marks
         self._keeps_blanks = keeps_blanks
         self._state = "first" if is_open else "begin"
@@ -86,6 +174,8 @@ class Think:
         text, self._held = self._held + text, ""
         if self._state in ("begin", "first"):
             text = self._begin(text)
+        if self._state == "label":
+            text = self._behind_label(text)
         if self._state == "inside":
             text = self._inside(text, parts)
         if self._state == "behind":
@@ -102,7 +192,7 @@ class Think:
         match self._state:
             case "begin":
                 return joined([*self._inner.feed(held), *self._inner.end()])
-            case "first" | "inside":
+            case "first" | "label" | "inside":
                 return joined([*self._text.feed(held), *self._text.end()])
             case "behind":
                 return joined([*self._text.end(), *self._inner.end()])
@@ -112,13 +202,21 @@ class Think:
         """Look for the mark at the beginning, which a model may write although the prompt has."""
         stripped = text.lstrip()
         if stripped.startswith(self._marks.begin):
-            self._state = "inside"
+            self._state = "label"
             return stripped.removeprefix(self._marks.begin)
         if self._marks.begin.startswith(stripped):
             self._held = text
             return ""
-        self._state = "inside" if self._state == "first" else "outside"
+        self._state = "label" if self._state == "first" else "outside"
         return text
+
+    def _behind_label(self, text: str) -> str:
+        label = self._marks.label
+        if label.startswith(text) and text != label:
+            self._held = text
+            return ""
+        self._state = "inside"
+        return text.removeprefix(label) if label else text
 
     def _inside(self, text: str, parts: list[Part]) -> str:
         place = text.find(self._marks.end)

@@ -1,6 +1,7 @@
 """Tool calls as DeepSeek's models write them."""
 
 import re
+from typing import ClassVar
 
 from pagestream_grammars.output_formats.declaration import CallWriter, Spelling, ToolFormat, json_rule, text_rule
 from pagestream_grammars.output_formats.json_calls import ObjectText
@@ -28,7 +29,11 @@ class DeepSeek:
     `function<｜tool▁sep｜>NAME` and the arguments in a block of Markdown is that of V3 and R1.
     """
 
-    MARKERS = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
+    CALLS_BEGIN: ClassVar[str] = CALLS_BEGIN
+    CALLS_END: ClassVar[str] = CALLS_END
+    CALL_BEGIN: ClassVar[str] = CALL_BEGIN
+    CALL_END: ClassVar[str] = CALL_END
+    MARKERS: ClassVar[tuple[str, ...]] = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
 
     def __init__(self, names: frozenset[str]) -> None:
         """`names` don't matter: what stands between the markers is meant as a call."""
@@ -72,9 +77,9 @@ class DeepSeek:
 
     def _feed_text(self, parts: list[Part]) -> bool:
         text = self._held
-        places = [place for each in (CALLS_BEGIN, CALL_BEGIN) if (place := text.find(each)) >= 0]
+        places = [place for each in (self.CALLS_BEGIN, self.CALL_BEGIN) if (place := text.find(each)) >= 0]
         place = min(places, default=-1)
-        held = max(held_prefix(text, each) for each in (CALLS_BEGIN, CALL_BEGIN))
+        held = max(held_prefix(text, each) for each in (self.CALLS_BEGIN, self.CALL_BEGIN))
         before = text[: place if places else len(text) - held].rstrip()
         if before:
             parts.append(Content(before))
@@ -82,8 +87,8 @@ class DeepSeek:
         self._held = text[len(before) :]
         if not places:
             return False
-        is_list = text.startswith(CALLS_BEGIN, place)
-        end = place + len(CALLS_BEGIN if is_list else CALL_BEGIN)
+        is_list = text.startswith(self.CALLS_BEGIN, place)
+        end = place + len(self.CALLS_BEGIN if is_list else self.CALL_BEGIN)
         self._raw, self._held = text[len(before) : end], text[end:]
         self._state = "calls" if is_list else "head"
         return True
@@ -91,40 +96,44 @@ class DeepSeek:
     def _feed_between(self, parts: list[Part]) -> bool:
         """Look for the next call or the end of the list; what stands beside calls is left out."""
         text = self._held
-        if self._raw and not text.lstrip().startswith(CALL_BEGIN):
-            if CALL_BEGIN.startswith(text.lstrip()):
+        if self._raw and not text.lstrip().startswith(self.CALL_BEGIN):
+            if self.CALL_BEGIN.startswith(text.lstrip()):
                 return False
             parts.append(Content(self._raw))
             self._state, self._raw, self._had_call = "text", "", False
             return True
-        places = [(place, each) for each in (CALL_BEGIN, CALLS_END) if (place := text.find(each)) >= 0]
+        places = [(place, each) for each in (self.CALL_BEGIN, self.CALLS_END) if (place := text.find(each)) >= 0]
         if not places:
-            kept = max(held_prefix(text, each) for each in (CALL_BEGIN, CALLS_END))
+            kept = max(held_prefix(text, each) for each in (self.CALL_BEGIN, self.CALLS_END))
             self._held = text[len(text) - kept :]
             return False
         place, marker = min(places)
-        self._state = "head" if marker == CALL_BEGIN else "text"
-        self._raw = self._raw + text[: place + len(marker)] if marker == CALL_BEGIN and self._raw else marker
-        self._raw = self._raw if marker == CALL_BEGIN else ""
+        self._state = "head" if marker == self.CALL_BEGIN else "text"
+        self._raw = self._raw + text[: place + len(marker)] if marker == self.CALL_BEGIN and self._raw else marker
+        self._raw = self._raw if marker == self.CALL_BEGIN else ""
         self._held = text[place + len(marker) :]
         return True
 
     def _feed_head(self, parts: list[Part]) -> bool:
         text = self._held[: 3 * MOST_NAME_CHARS]
         place = text.find("{")
-        if place < 0 and len(text) < 3 * MOST_NAME_CHARS and CALL_END not in text:
+        if place < 0 and len(text) < 3 * MOST_NAME_CHARS and self.CALL_END not in text:
             return False
         head = text[: max(place, 0)]
-        found = _BARE.fullmatch(head) or _TYPED.fullmatch(head)
+        found = self.call_in(head)
         if place < 0 or found is None:
             parts.append(Content(self._raw))
             self._state, self._raw, self._had_call = "text", "", False
             return True
-        name: str = found[found.lastindex or 1]
-        parts.append(CallBegin(name))
+        parts.append(found)
         self._state, self._raw, self._had_call = "arguments", "", True
         self._object, self._held = ObjectText(), self._held[place:]
         return True
+
+    def call_in(self, head: str) -> CallBegin | None:
+        """Return the call that begins with what stands before its arguments; None where none does."""
+        found = _BARE.fullmatch(head) or _TYPED.fullmatch(head)
+        return None if found is None else CallBegin(found[found.lastindex or 1])
 
 
 def _rules(writer: CallWriter) -> str:

@@ -4,9 +4,10 @@ import ast
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pagestream_grammars.output_formats.declaration import (
+    LINE,
     CallWriter,
     Spelling,
     ToolFormat,
@@ -14,7 +15,16 @@ from pagestream_grammars.output_formats.declaration import (
     json_rule,
     text_rule,
 )
-from pagestream_grammars.output_formats.parts import MOST_NAME_CHARS, NAME, Arguments, CallBegin, Content, Part
+from pagestream_grammars.output_formats.parts import (
+    MOST_NAME_CHARS,
+    NAME,
+    Arguments,
+    CallBegin,
+    Content,
+    Part,
+    held_prefix,
+    joined,
+)
 
 _MOST_CHARS = 2**16  # of a call, which is held until it is complete
 _OF_JSON = {"true": True, "false": False, "null": None}
@@ -139,12 +149,92 @@ class _Brackets:
         return None
 
 
+class MarkedPythonic:
+    """The same between two marks, with text around; each block is passed on once it is complete."""
+
+    BEGIN: ClassVar[str]
+    END: ClassVar[str]
+    IN_BRACKETS: ClassVar[bool]
+    """Whether the calls stand in brackets; else each has a line of its own."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+        self._held = ""
+        self._blanks = ""
+        """Before the marker: they are content where no call follows."""
+        self._is_inside = self._had_call = False
+        self._searched = 0
+        """Characters of a block that its end does not begin in."""
+
+    def feed(self, text: str) -> list[Part]:
+        """See OutputParser."""
+        parts: list[Part] = []
+        self._held += text
+        while self._held and (self._feed_inside(parts) if self._is_inside else self._feed_text(parts)):
+            pass
+        return joined(parts)
+
+    def end(self) -> list[Part]:
+        """See OutputParser."""
+        held, self._held = self._held, ""
+        if self._is_inside:
+            return self._block(held, "")
+        return [Content(held)] if held and not (self._had_call and not held.strip()) else []
+
+    def _feed_text(self, parts: list[Part]) -> bool:
+        before, marker, behind = self._held.partition(self.BEGIN)
+        certain = before if marker else before[: len(before) - held_prefix(before, self.BEGIN)]
+        shown = certain.rstrip()
+        if shown:
+            parts.append(Content(shown))
+            self._had_call = False
+        self._held = behind if marker else before[len(shown) :]
+        self._blanks = certain[len(shown) :]
+        self._is_inside, self._searched = bool(marker), 0
+        return bool(marker)
+
+    def _feed_inside(self, parts: list[Part]) -> bool:
+        place = self._held.find(self.END, self._searched)
+        if place < 0 and len(self._held) <= _MOST_CHARS:
+            self._searched = max(0, len(self._held) - len(self.END) + 1)
+            return False
+        end = place if place >= 0 else _MOST_CHARS + 1
+        block, self._held = self._held[:end], self._held[end:].removeprefix(self.END)
+        parts += self._block(block, self.END if place >= 0 else "")
+        self._is_inside = False
+        return True
+
+    def _block(self, text: str, end: str) -> list[Part]:
+        """Return the calls of a block; all of it as content where it is no list of calls."""
+        calls = Pythonic(self._names)
+        found = joined([*calls.feed(text if self.IN_BRACKETS else f"[{text}]"), *calls.end()])
+        self._had_call = bool(found) and not any(isinstance(part, Content) for part in found)
+        return found if self._had_call else [Content(f"{self._blanks}{self.BEGIN}{text}{end}")]
+
+
+def marked_pythonic_rules(writer: CallWriter, form: type[MarkedPythonic]) -> str:
+    """See ToolFormat."""
+    lines = []
+    for rule, name, schema in writer.functions():
+        lines.append(f"{rule}: {text_rule(f'{name}(')} {rule}_a0 {text_rule(')')}\n")
+        lines += _keywords(rule, schema)
+    if form.IN_BRACKETS:
+        calls = f'"[" {writer.repeated("call", COMMA)} "]"'
+    else:
+        calls = f"{LINE} {writer.repeated('call', text_rule(chr(10)))} {LINE}"
+    head = f"calls: {writer.marker(form.BEGIN)} {calls} {writer.marker(form.END)}"
+    return f"{head}\ncall: {writer.any_function()}\n{''.join(lines)}"
+
+
+COMMA = '"," " "?'
+
+
 def _rules(writer: CallWriter) -> str:
     lines = []
     for rule, name, schema in writer.functions():
         lines.append(f"{rule}: {text_rule(f'{name}(')} {rule}_a0 {text_rule(')')}\n")
         lines += _keywords(rule, schema)
-    calls = writer.repeated("call", '"," " "?')
+    calls = writer.repeated("call", COMMA)
     return f'calls: "[" {calls} "]"\ncall: {writer.any_function()}\n{"".join(lines)}'
 
 

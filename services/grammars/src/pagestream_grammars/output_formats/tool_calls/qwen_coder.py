@@ -95,7 +95,7 @@ def coder_rules(writer: CallWriter, form: type[QwenCoder] = QwenCoder) -> str:
 
 FORMAT = ToolFormat(
     name="qwen3_coder",
-    parsers=("qwen3_coder", "qwen3_xml"),
+    parsers=("qwen3_coder", "qwen3_xml", "mimo", "step3p5"),
     spellings=(
         Spelling(
             "Qwen3-Coder, Qwen3.5",
