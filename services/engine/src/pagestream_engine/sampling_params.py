@@ -186,6 +186,10 @@ class SamplingParams(SamplingFields):
         """The same parameters, which are not checked again, with tokens in the place of `bad_words`."""
         return self._with(bad_words=(), bad_words_token_ids=token_ids)
 
+    def with_own(self, **values: int | None) -> SamplingParams:
+        """The same parameters, which are not checked again, with numbers that each choice has of its own."""
+        return self._with(**values)
+
     def _with(self, **values: object) -> SamplingParams:
         """A copy with other values. Nothing is checked: a request has many choices, and its lists may be long."""
         copied = copy(self)
