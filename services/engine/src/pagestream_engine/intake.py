@@ -58,9 +58,13 @@ class Intake:
         self._num_arrivals = 0
         self._spelled: tuple[object, tuple[tuple[int, ...], ...]] = (None, ())
         """Bad words and all their tokens, of the latest choice that had some: its choices have the same ones."""
+        self._checked: dict[str, object] = {}
+        """By field the token ids of the request that is being added which are in the vocabulary: its choices share
+        them, and a long list is checked once."""
 
     def take_arrivals(self, count: int) -> int:
-        """Return the first of `count` arrival numbers, which no other sequence has."""
+        """Return the first of `count` arrival numbers, which no other sequence has: a request is about to be added."""
+        self._checked.clear()
         self._num_arrivals += count
         return self._num_arrivals - count
 
@@ -147,7 +151,7 @@ class Intake:
             raise InvalidRequest(
                 "stop: given strings, expected none without a tokenizer.json in the model folder; use stop_token_ids"
             )
-        self._check_tokens("prompt_token_ids", prompt)
+        self._check_shared("prompt_token_ids", prompt)
         self._check_tokens("output_token_ids", outputs)
         if not prompt:
             raise InvalidRequest("prompt: given no tokens, expected at least one")
@@ -180,9 +184,17 @@ class Intake:
                 "pooling: given none, expected a request for vectors: the model's folder has no head (lm_head), which "
                 "gives logits"
             )
-        self._check_tokens("logit_bias", tuple(params.logit_bias or ()))
-        self._check_tokens("allowed_token_ids", params.allowed_token_ids or ())
-        self._check_tokens("bad_words_token_ids", tuple(chain.from_iterable(params.bad_words_token_ids)))
+        self._check_shared("logit_bias", params.logit_bias or ())
+        self._check_shared("allowed_token_ids", params.allowed_token_ids or ())
+        if self._checked.get("bad_words_token_ids") is not params.bad_words_token_ids:
+            self._check_tokens("bad_words_token_ids", tuple(chain.from_iterable(params.bad_words_token_ids)))
+            self._checked["bad_words_token_ids"] = params.bad_words_token_ids
+
+    def _check_shared(self, field: str, token_ids: abc.Collection[int]) -> None:
+        """Check token ids, once for the choices that share them."""
+        if self._checked.get(field) is not token_ids:
+            self._check_tokens(field, tuple(token_ids))
+            self._checked[field] = token_ids
 
     def _check_tokens(self, field: str, token_ids: abc.Sequence[int]) -> None:
         try:

@@ -12,6 +12,7 @@ never fails. See docs/design/tool-calls.md#tokenizing-prompts.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from codecs import utf_8_decode
 from collections import abc
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
@@ -492,14 +493,20 @@ class StopStringMatcher:
     """
 
     def __init__(self, stop_strings: abc.Sequence[str], *, include_stop_string: bool = False) -> None:
-        self._stops = tuple(stop_strings)
+        self._stops = sorted(set(stop_strings))
+        self._first = frozenset(stop[0] for stop in self._stops)
+        self._shortest = min(map(len, self._stops), default=0)
+        self._longest = max(map(len, self._stops), default=1)
         self._include = include_stop_string
         self._held = ""
 
     def push(self, text: str) -> StopMatch:
         """Take the next piece of text."""
+        if not self._held and self._first.isdisjoint(text):
+            return StopMatch(text, None)
         text = self._held + text
-        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        stops = self._stops if len(text) >= self._shortest else ()
+        found = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
         if found:
             end, start, stop = min(found)
             self._held = ""
@@ -515,9 +522,13 @@ class StopStringMatcher:
 
     def _longest_beginning(self, text: str) -> int:
         """Length of the longest end of `text` that is a beginning of some stop string, but not all of it."""
-        for length in range(min(len(text), max(map(len, self._stops), default=1) - 1), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return length
+        stops, first = self._stops, self._first
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[start] in first:
+                end = text[start:]
+                place = bisect_left(stops, end)  # those that begin with it follow it in order
+                if place < len(stops) and stops[place].startswith(end):
+                    return len(end)
         return 0
 
 

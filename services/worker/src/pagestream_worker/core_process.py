@@ -23,7 +23,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -109,7 +108,9 @@ IDLE_WAIT_S = 1.0  # longest wait for a command, and between two heartbeats of a
 FRAGMENTATION_PERIOD_S = 0.5  # between two readings of the fragmentation, which walks over all sequences
 
 
-ADD_LIMIT_S = 0.005  # of replaying outputs before a step; 524,288 tokens with stop strings take 7 s in all
+ADD_LIMIT_S = 0.005
+"""Of executing commands before a step, of adding requests, and of replaying outputs: 128 choices with long lists took
+80 ms at once, and 524,288 tokens with stop strings take 7 s."""
 
 
 MARK_LIMIT_S = 0.25  # longest wait of a step for `StepMarked`
@@ -426,7 +427,8 @@ class StepLoop:
         self._report = report
         self._profiler = profiler
         self._before_marked_step = before_marked_step
-        self._adding: deque[tuple[AddGroup, Iterator[None]]] = deque()  # begun, with outputs that are being replayed
+        self._adding: deque[tuple[AddGroup, Iterator[None]]] = deque()  # begun, choice by choice
+        self._replaying: deque[tuple[AddGroup, Iterator[None]]] = deque()  # with long outputs of earlier runs
         self._members = StepMembers()
         self._plain = PlainSequences()
         self._unfinished: set[str] = set()  # ids of sequences
@@ -513,7 +515,7 @@ class StepLoop:
 
     def _figures(self) -> Figures:
         engine, now = self._engine, time.monotonic()
-        is_busy = bool(self._adding) or engine.has_unfinished_requests()
+        is_busy = bool(self._adding or self._replaying) or engine.has_unfinished_requests()
         if now >= self._fragmentation_due or not is_busy:
             self._fragmentation_due = now + FRAGMENTATION_PERIOD_S
             self._fragmentation = engine.fragmentation()
@@ -522,17 +524,18 @@ class StepLoop:
     # -- commands --
 
     def _execute_commands(self) -> bool:
-        """Execute what is queued; return False for `Stop`. An idle engine waits for a command here."""
-        is_idle = not (self._adding or self._engine.has_unfinished_requests())
+        """Execute what is queued, as far as its time goes; return False for `Stop`. An idle engine waits here."""
+        is_idle = not (self._adding or self._replaying or self._engine.has_unfinished_requests())
         command = self._commands.get(IDLE_WAIT_S if is_idle else 0.0)
         if command is None and is_idle:
             self._is_changed = True  # a heartbeat
             self._engine.check_executor()
+        until = time.monotonic() + ADD_LIMIT_S
         while command is not None:
             if isinstance(command, Stop):
                 return False
             self._execute(command)
-            command = self._commands.get(0.0)
+            command = self._commands.get(0.0) if time.monotonic() < until else None
         return True
 
     def _execute(self, command: AddGroup | AbortSequences | SetLimits | ReadBlocks | FallAsleep | WakeUp) -> None:
@@ -565,6 +568,7 @@ class StepLoop:
             self._forget(seq_id)
         # A group is claimed and aborted as a whole.
         self._adding = deque(each for each in self._adding if not seq_ids & _seq_ids(each[0]))
+        self._replaying = deque(each for each in self._replaying if not seq_ids & _seq_ids(each[0]))
 
     def _fall_asleep(self) -> str:
         """Return why the engine can't go on; "" where it sleeps."""
@@ -588,11 +592,8 @@ class StepLoop:
             self._waits_for_mark |= _seq_ids(command)
         if command.log_handle:
             self._plain.add(command.choices[0].seq_id, command.log_handle)
-        adding = self._adding_group(command)
-        if sum(len(choice.output_token_ids) for choice in command.choices) > REPLAY_TOKENS:
-            self._adding.append((command, adding))
-        else:
-            self._add(command, adding, inf)
+        is_long = sum(len(choice.output_token_ids) for choice in command.choices) > REPLAY_TOKENS
+        (self._replaying if is_long else self._adding).append((command, self._adding_group(command)))
 
     def _adding_group(self, command: AddGroup) -> Iterator[None]:
         """Add a group in parts."""
@@ -612,10 +613,11 @@ class StepLoop:
         yield from self._engine.adding(request)
 
     def _add_on(self) -> None:
-        """Go on with the groups that are being added, for at most ADD_LIMIT_S before the next step."""
-        until = time.monotonic() + ADD_LIMIT_S
-        while self._adding and self._add(*self._adding[0], until):
-            self._adding.popleft()
+        """Go on with the groups that are being added, for at most ADD_LIMIT_S of each kind before the next step."""
+        for groups in (self._adding, self._replaying):
+            until = time.monotonic() + ADD_LIMIT_S
+            while groups and self._add(*groups[0], until):
+                groups.popleft()
 
     def _add(self, command: AddGroup, adding: Iterator[None], until: float) -> bool:
         """Add a group until a time on time.monotonic(); return whether it is done, or refused."""
