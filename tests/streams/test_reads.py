@@ -3,17 +3,19 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from pagestream.v1.inference_pb2 import TokenLogprobs
 from pagestream.v1.records_pb2 import LogEntry, LogSlice
 from pagestream_streams import Broker, DigestMismatch, StreamsSettings, Unavailable, scripts
 from pagestream_streams.connection import Call, Connection
-from pagestream_streams.gateway.readers import LogRead, OpenReads, Poller, Readers, ReadLimits
+from pagestream_streams.gateway.readers import LogRead, OpenReads, Poller, Readers, ReadLimits, Sink
 from pagestream_streams.protocol import Partition
+from pagestream_streams.protocol.records import chain
 from pagestream_streams.tasks import ByteBudget
 from redis import exceptions
 from support.processes.waiting import LIMIT_S
@@ -163,7 +165,7 @@ async def waiting(reader: LogRead) -> asyncio.Task[None]:
     return task
 
 
-def followed_by(sink: Callable[[Sequence[LogEntry]], bool]) -> LogRead:
+def followed_by(sink: Sink) -> LogRead:
     """Return a log_read that has taken an entry."""
     reader = LogRead(Partition("m", 0), "r", tenant="t", from_index=0, digest="", limits=limits(), sink=sink)
     assert reader.pop_log_read_request()
@@ -174,7 +176,7 @@ def followed_by(sink: Callable[[Sequence[LogEntry]], bool]) -> LogRead:
 
 async def test_a_sink_takes_what_follows_while_the_consumer_waits() -> None:
     passed: list[int] = []
-    reader = followed_by(lambda entries: passed.extend(numbers(entries)) is None)
+    reader = followed_by(lambda entries, _token: passed.extend(numbers(entries)) is None)
     await reader.wait(30)  # was woken by the first entry
     reader.offer(log_slice(1, LOG[1:2], LOG[0].digest))
     assert not passed  # nothing waits: the consumer is at work
@@ -190,9 +192,27 @@ async def test_a_sink_takes_what_follows_while_the_consumer_waits() -> None:
     assert reader.pop_log_read_request()
 
 
+async def test_a_sink_is_told_of_a_single_token_that_has_no_log_probabilities() -> None:
+    told: list[str] = []
+    reader = followed_by(lambda _entries, token: told.append(token.text if token else "more") is None)
+    await reader.wait(30)
+    reader.offer(log_slice(1, LOG[1:2], LOG[0].digest))
+    reader.pop_buffered()
+    await reader.wait(30)
+    task = await waiting(reader)
+    assert LOG[1].token_id
+    reader.offer(log_slice(2, LOG[2:3], LOG[1].digest))
+    reader.offer(log_slice(3, LOG[3:5], LOG[2].digest))
+    known = LogEntry(token_id=7, text="known", logprobs=TokenLogprobs())
+    known.digest = chain(LOG[4].digest, known)
+    reader.offer(log_slice(5, [known], LOG[4].digest))
+    assert told == [LOG[2].text, "more", "more"]
+    task.cancel()
+
+
 async def test_what_a_sink_leaves_waits_for_the_consumer_in_order() -> None:
     calls: list[int] = []
-    reader = followed_by(lambda entries: calls.append(len(entries)) is not None)
+    reader = followed_by(lambda entries, _token: calls.append(len(entries)) is not None)
     await reader.wait(30)
     task = await waiting(reader)
     reader.offer(log_slice(1, LOG[1:2], LOG[0].digest))
@@ -203,7 +223,7 @@ async def test_what_a_sink_leaves_waits_for_the_consumer_in_order() -> None:
 
 
 async def test_the_end_and_what_a_sink_raises_are_for_the_consumers_task() -> None:
-    def refuse(entries: Sequence[LogEntry]) -> bool:
+    def refuse(entries: Sequence[LogEntry], _token: LogEntry | None) -> bool:
         raise KeyError(len(entries))
 
     reader = followed_by(refuse)

@@ -53,6 +53,9 @@ def test_any_text_survives(text: str, choice: int) -> None:
     completion = json.loads(writer(API_FORM_COMPLETIONS).chunk(run))
     assert completion["choices"] == [{"index": choice, "text": text, "logprobs": None, "finish_reason": None}]
     assert "usage" not in completion
+    for api in (API_FORM_CHAT_COMPLETIONS, API_FORM_COMPLETIONS):
+        before, after = writer(api).around_text(choice) or ("", "")
+        assert f'{before}{json.dumps(text)}{after}1/d"}}' == writer(api).chunk(run)
 
 
 def test_finishes() -> None:

@@ -162,11 +162,11 @@ class ChunkStream:
             finally:
                 self._writes.close()
 
-    def _pass_on(self, entries: Sequence[LogEntry]) -> bool:
+    def _pass_on(self, entries: Sequence[LogEntry], token: LogEntry | None) -> bool:
         """Write live entries at once, where gRPC has taken those before; see Sink."""
         if not self._writes.is_ready:
             return False
-        runs = split_runs(self._next_index, entries)
+        runs = split_runs(self._next_index, entries if token is None else (token,))
         if len(runs) != 1:
             return False
         self._writes.start_write(self._response(*self._counted(runs)))

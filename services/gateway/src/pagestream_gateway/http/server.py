@@ -184,7 +184,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         connection = weakref.ref(self)
         scope["extensions"] = {
             EXTEND_BODY_TIME: partial(_extend_body_time, connection, self._num_begun),
-            BODY_WRITER: _ChunkWriter(connection),
+            BODY_WRITER: partial(_chunk_writer, connection),
         }
         if self._client_certificate is not None:
             scope["extensions"]["tls"] = {"client_cert_chain": [self._client_certificate]}
@@ -324,28 +324,34 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class _ChunkWriter:
-    """Writes chunks of the answer to the request that has it; see BodyWriter. It waits in no queue of ASGI's."""
+    """Writes chunks of an answer that has begun; see BodyWriter. It waits in no queue of ASGI's."""
 
-    def __init__(self, connection: weakref.ref[BoundedHttpProtocol]) -> None:
-        self._connection = connection
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._transport = cycle.transport
 
     @property
     def is_ready(self) -> bool:
-        """Whether a chunk may be written now. Never on a WebSocket, nor to a client of HTTP/1.0."""
-        protocol = self._connection()
-        cycle = None if protocol is None or protocol._socket is not None else protocol._answered
-        return (
-            cycle is not None
-            and cast(MutableMapping[str, Any], cycle.scope)["extensions"].get(BODY_WRITER) is self
-            and cycle.response_started
-            and bool(cycle.chunked_encoding)
-            and not (cycle.response_complete or cycle.disconnected or cycle.flow.write_paused)
-        )
+        """Whether a chunk may be written now."""
+        cycle = self._cycle
+        return not (cycle.response_complete or cycle.disconnected or self._flow.write_paused)
 
     def write(self, body: bytes) -> None:
         """Write a chunk."""
-        if (protocol := self._connection()) is not None:
-            protocol.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+
+def _chunk_writer(connection: weakref.ref[BoundedHttpProtocol]) -> _ChunkWriter | None:
+    """Return what writes chunks of the answer that a connection has begun, called by that answer.
+
+    None on a WebSocket, and for a client of HTTP/1.0, whose answers have none.
+    """
+    protocol = connection()
+    cycle = None if protocol is None or protocol._socket is not None else protocol._answered
+    if cycle is None or not (cycle.response_started and cycle.chunked_encoding):
+        return None
+    return _ChunkWriter(cycle)
 
 
 def _client_certificate(transport: asyncio.Transport) -> str | None:

@@ -5,7 +5,6 @@ A choice's text is content, reasoning and tool calls, in chunks and as a whole m
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from json.encoder import encode_basestring_ascii
 from typing import Annotated, Any, Literal, get_args
 
 from fastapi import APIRouter
@@ -252,6 +251,7 @@ class ChatWriter(AnswerWriter):
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
     logprobs_form = ChatLogprobs
+    around_delta = ('"delta":{"content":', "}")
     shows_prompts_by_choice = False
 
     def __init__(self, spec: RequestSpec) -> None:
@@ -300,7 +300,10 @@ class ChatWriter(AnswerWriter):
             return f'"delta":{json.dumps(self._delta(run), separators=(",", ":"))}'
         if run.finish is not None and not run.text:
             return '"delta":{}'
-        return f'"delta":{{"content":{encode_basestring_ascii(run.text)}}}'
+        return super().delta(run)
+
+    def around_text(self, choice: int) -> tuple[str, str] | None:
+        return None if self._is_parted else super().around_text(choice)
 
     def finish_reason(self, choice: int, finish: ChoiceFinish) -> str:
         return self._parts[choice].finish_reason(finish) if self._is_parted else super().finish_reason(choice, finish)

@@ -64,6 +64,7 @@ class CompletionWriter(AnswerWriter):
 
     chunk_object = whole_object = "text_completion"
     logprobs_form = CompletionLogprobs
+    around_delta = ('"text":', "")
 
     def __init__(self, spec: RequestSpec) -> None:
         super().__init__(spec)
@@ -90,10 +91,6 @@ class CompletionWriter(AnswerWriter):
         if not self.spec.answer.echo_texts:
             return []
         return [f'"text":{encode_basestring_ascii(self._echo(number))}' for number in range(self.num_choices)]
-
-    def delta(self, run: Run) -> str:
-        """Return a run's text."""
-        return f'"text":{encode_basestring_ascii(run.text)}'
 
     def message(self, choice: int, text: str) -> dict[str, Any]:
         """Return the text, after the echoed prompt."""

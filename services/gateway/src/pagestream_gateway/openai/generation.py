@@ -13,6 +13,7 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pagestream.v1.inference_pb2 import (
@@ -556,9 +557,13 @@ class AnswerWriter(LogWriter):
     def opening_parts(self) -> list[str]:
         """Return what each choice shows before the first entry, as members of a JSON object; [] for no opening."""
 
-    @abstractmethod
+    around_delta: ClassVar[tuple[str, str]]
+    """What stands before and after a text in `delta`."""
+
     def delta(self, run: Run) -> str:
         """Return a run's text as a member of a JSON object."""
+        before, after = self.around_delta
+        return f"{before}{encode_basestring_ascii(run.text)}{after}"
 
     @abstractmethod
     def message(self, choice: int, text: str) -> dict[str, Any]:
@@ -573,6 +578,15 @@ class AnswerWriter(LogWriter):
             return None
         more = self._opening_members() if self.spec.answer.token_ids else ""
         return f"{self._head}{','.join(choices)}{self._tail_of(0)}{more}{self._position(START)}"
+
+    def around_text(self, choice: int) -> tuple[str, str] | None:
+        if self._counts or self.logprobs.is_asked or self.spec.answer.token_ids:
+            return None
+        before, after = self.around_delta
+        return (
+            f'{self._head}{{"index":{choice},{before}',
+            f'{after},"logprobs":null,"finish_reason":null}}{self._tail},"stream_position":"{self.spec.request_id}/',
+        )
 
     def chunk(self, run: Run) -> str:
         if run.prompt_end:

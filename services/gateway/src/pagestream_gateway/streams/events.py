@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 from pagestream.v1.inference_pb2 import (
@@ -303,6 +304,14 @@ class LogWriter(ABC):
         """Return the chunk that stands before the first entry; None where there is none."""
         return None
 
+    def around_text(self, choice: int) -> tuple[str, str] | None:
+        """Return what stands before and after a token's text in its chunk, up to the index of the chunk's position.
+
+        None where more than text and position differs between tokens, so that `chunk` has to write them. What follows
+        the index is the same for all writers, see `EventStream._token_event`.
+        """
+        return None
+
     @abstractmethod
     def chunk(self, run: Run) -> str | None:
         """Return the chunk of a run that is not the log's end; None where it shows nothing."""
@@ -338,6 +347,9 @@ class Framing(Protocol):
     keep_alive: bytes
     """Bytes that every reader skips."""
 
+    around: tuple[str, str] | None
+    """What stands before and after the data of each event; None where that differs."""
+
     def event(self, data: str, position: str, name: str = "") -> str:
         """Return a frame of JSON text; `position` is where its reader goes on, "" where that is said later."""
 
@@ -361,6 +373,7 @@ class EventFraming:
     def __init__(self, *, with_ids: bool) -> None:
         """`with_ids`: whether each event has its position as its `id` too, as an EventSource needs it."""
         self._with_ids = with_ids
+        self.around: tuple[str, str] | None = None if with_ids else ("data: ", "\n\n")
 
     def event(self, data: str, position: str, name: str = "") -> str:
         head = f"event: {name}\n" if name else ""
@@ -383,6 +396,7 @@ class LineFraming:
 
     media_type = NDJSON
     keep_alive = b"\n"
+    around: tuple[str, str] | None = ("", "\n")
 
     def event(self, data: str, position: str, name: str = "") -> str:
         return f"{data}\n"
@@ -420,7 +434,7 @@ def _weight(parameters: list[str]) -> float:
 
 
 BODY_WRITER = "pagestream.body_writer"
-"""Name of the ASGI extension that holds a request's BodyWriter."""
+"""Name of the ASGI extension that returns the BodyWriter of an answer that has begun; None where it has none."""
 
 
 class BodyWriter(Protocol):
@@ -428,7 +442,7 @@ class BodyWriter(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether a part may be written now: the answer has begun and not ended, and its client keeps up."""
+        """Whether a part may be written now: the answer has not ended, and its client keeps up."""
 
     def write(self, body: bytes) -> None:
         """Write a part that is not empty; only where `is_ready`."""
@@ -635,11 +649,14 @@ class EventStream(LogAnswer):
         """What writes events at once, where the answer goes to a connection and not through a wrapper."""
         self._has_fingerprint = False
         self._framing: Framing = LineFraming() if reading.as_lines else EventFraming(with_ids=reading.with_ids)
+        self._around: dict[int, tuple[str, str, str] | None] = {}
+        """By choice, what stands before and after the text of a token's event, and after its position."""
 
     async def write(self, scope: Scope, receive: Receive, send: Send) -> str:
         """Write all events; return the outcome for the metrics."""
-        self._body = scope.get("extensions", {}).get(BODY_WRITER)
         await self._start(send)
+        body_writer = scope.get("extensions", {}).get(BODY_WRITER)
+        self._body = None if body_writer is None else body_writer()
         if self._writer.logprobs.is_asked:
             await learn_tokens(self._gateway, self._writer)
         try:
@@ -744,13 +761,38 @@ class EventStream(LogAnswer):
     def _set_fingerprint(self, fingerprint: str) -> None:
         self._writer.set_fingerprint(fingerprint)
         self._has_fingerprint = True
+        self._around.clear()
 
-    def _pass_on(self, entries: Sequence[LogEntry]) -> bool:
+    def _pass_on(self, entries: Sequence[LogEntry], token: LogEntry | None) -> bool:
         """Write the events of live entries at once, where the client takes them; see Sink."""
-        if self._body is None or not self._has_fingerprint or not self._body.is_ready:
+        body = self._body
+        if body is None or not self._has_fingerprint or not body.is_ready:
             return False
-        self._write(self._body, self._events(entries).encode())
+        event = None if token is None or self._owes_opening else self._token_event(token)
+        self._write(body, (self._events(entries) if event is None else event).encode())
         return True
+
+    def _token_event(self, token: LogEntry) -> str | None:
+        """Return what `_events` does of one token, with only its text and its position written anew; None: it can't.
+
+        Nearly every event of a stream is such a one, and making it so takes a third of the time.
+        """
+        choice = token.choice
+        if choice not in self._around:
+            self._around[choice] = self._around_token(choice)
+        around = self._around[choice]
+        if around is None:
+            return None
+        before, after, end = around
+        self._next_index = index = self._next_index + 1
+        digest = token.digest
+        self._position = Position(index, digest)
+        self._reading.call.tokens(1)
+        return f"{before}{encode_basestring_ascii(token.text)}{after}{index}/{digest}{end}"
+
+    def _around_token(self, choice: int) -> tuple[str, str, str] | None:
+        frame, text = self._framing.around, self._writer.around_text(choice)
+        return None if frame is None or text is None else (f"{frame[0]}{text[0]}", text[1], f'"}}{frame[1]}')
 
     def _write(self, to: BodyWriter, body: bytes) -> None:
         self._restart_silence()

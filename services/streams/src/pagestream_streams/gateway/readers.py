@@ -112,10 +112,10 @@ class Readers:
         """Pass the slices of a wake-up to their reads; yield now and then, for other tasks to get their turn."""
         until = time.perf_counter() + _ROUND_S
         awaited = self.registrations.awaited
-        expected = awaited.by_request
+        expected, open_reads = awaited.by_request, self.reads.by_request
         for packed in PackedWakeUp.FromString(message).slices:
             request_id = _request_id(packed)
-            for read in self.reads.of(request_id):
+            for read in open_reads.get(request_id, ()):
                 read.offer(packed)
             if request_id in expected:
                 awaited.offer(request_id, packed)
@@ -716,8 +716,11 @@ _ENTRY_BYTES = 64  # of an entry beside its values
 _FIRST_PAGE_ENTRIES = 16  # of a log whose entries' size is not known yet
 LARGE_BYTES = 2048  # of a batch, packed: it takes milliseconds to write
 
-Sink = Callable[[Sequence[LogEntry]], bool]
-"""Writes entries at once and returns True, or returns False and leaves them to the read's task. It never waits."""
+Sink = Callable[[Sequence[LogEntry], LogEntry | None], bool]
+"""Writes entries at once and returns True, or returns False and leaves them to the read's task. It never waits.
+
+Its second argument is the entry, where it is one token without log probabilities, as nearly always.
+"""
 
 
 class LogRead:
@@ -949,22 +952,30 @@ class LogRead:
         Only while the consumer waits with nothing else to do, and only entries that plainly follow: anything unusual,
         and the log's end, is for the consumer's task.
         """
-        waiter = self._waiter
-        if self._sink is None or waiter is None or waiter.done() or self.buffer or len(packed) > LARGE_BYTES:
+        waiter, sink = self._waiter, self._sink
+        if sink is None or waiter is None or waiter.done() or self.buffer.num_bytes or len(packed) > LARGE_BYTES:
             return False
         log_slice = _parsed(packed)
-        if log_slice is None or not self._continues(log_slice) or log_slice.entries[-1].HasField("end"):
+        if log_slice is None or not self._continues(log_slice):
+            return False
+        # Each use of a field makes an object or a text, so that each is used once.
+        entries = log_slice.entries
+        num_entries, last = len(entries), entries[-1]
+        kind = last.WhichOneof("body")
+        if kind == "end":
             return False
         if fault_points.IS_ON:
             fault_points.reach(fault_points.FaultPoint.FORWARDING)
         self._note_engine(log_slice)
+        is_token = num_entries == 1 and kind == "token_id" and not last.HasField("logprobs")
         try:
-            if not self._sink(log_slice.entries):
+            if not sink(entries, last if is_token else None):
                 return False
         except Exception as error:  # noqa: BLE001 - it is the consumer's, whose task raises it
             waiter.set_exception(error)
             return True
-        self._advance(log_slice.entries)
+        self._digest = last.digest
+        self.next_index += num_entries
         self.waiting_since = time.monotonic()
         return True
 
@@ -992,16 +1003,16 @@ class LogRead:
     def _continues(self, log_slice: LogSlice) -> bool:
         """Return whether a slice begins at the position, after the same entries."""
         return (
-            log_slice.first_index == self.next_index
-            and bool(log_slice.entries)
-            and bool(self._digest)
+            bool(self._digest)
+            and log_slice.first_index == self.next_index
             and log_slice.previous_digest == self._digest
             and not self.ended
+            and bool(log_slice.entries)
         )
 
     def _note_engine(self, log_slice: LogSlice) -> None:
-        if log_slice.fingerprint and self._on_engine is not None:
-            self._on_engine(log_slice.fingerprint)
+        if self._on_engine is not None and (fingerprint := log_slice.fingerprint):
+            self._on_engine(fingerprint)
 
     def _advance(self, entries: Sequence[LogEntry]) -> None:
         """Go on by entries that are known to continue the position."""
