@@ -38,7 +38,7 @@ FORMAT = ToolFormat(
         Spelling(
             "Command R7B, Command A",
             f'`{BEGIN}[{{"tool_name": ..., ...}}]`',
-            "`parser/cohere_command.py`",
+            "`cohere_command.py`",
         ),
     ),
     is_taught=lambda template: BEGIN in template,

@@ -16,7 +16,7 @@ class Granite(MarkedCalls):
 FORMAT = ToolFormat(
     name="granite",
     parsers=("granite",),
-    spellings=(Spelling("Granite 3.0 to 3.3", f'`{BEGIN}[{{"name": ..., "arguments": ...}}]`', "`parser/granite.py`"),),
+    spellings=(Spelling("Granite 3.0 to 3.3", f'`{BEGIN}[{{"name": ..., "arguments": ...}}]`', "`granite.py`"),),
     is_taught=lambda template: BEGIN in template and "<|tool|>" not in template,
     parser=lambda names, _: Granite(names),
     parser_within=lambda names, _: Granite(names),

@@ -39,7 +39,7 @@ def _rules(writer: CallWriter) -> str:
 FORMAT = ToolFormat(
     name="kimi_k2",
     parsers=("kimi_k2",),
-    spellings=(Spelling("Kimi K2", f"`{Kimi.CALL_BEGIN}functions.NAME:0{_SEPARATOR}{{...}}`", "`parser/kimi_k2.py`"),),
+    spellings=(Spelling("Kimi K2", f"`{Kimi.CALL_BEGIN}functions.NAME:0{_SEPARATOR}{{...}}`", "`kimi_k2.py`"),),
     is_taught=lambda template: Kimi.CALLS_BEGIN in template,
     parser=lambda names, _: Kimi(names),
     parser_within=lambda names, _: Kimi(names),

@@ -60,7 +60,7 @@ FORMAT = ToolFormat(
         Spelling(
             "MiniMax M2",
             '`<minimax:tool_call><invoke name="NAME"><parameter name="KEY">value...`',
-            "`parser/minimax_m2.py`",
+            "`minimax_m2.py`",
         ),
     ),
     is_taught=lambda template: MiniMax.call_begin in template,
