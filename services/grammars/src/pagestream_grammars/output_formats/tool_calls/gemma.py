@@ -192,9 +192,7 @@ class Gemma:
 FORMAT = ToolFormat(
     name="gemma4",
     parsers=("gemma4",),
-    spellings=(
-        Spelling("Gemma 4", '`<|tool_call>call:NAME{key:<|"|>text<|"|>,...}<tool_call|>`', "`gemma4.py`"),
-    ),
+    spellings=(Spelling("Gemma 4", '`<|tool_call>call:NAME{key:<|"|>text<|"|>,...}<tool_call|>`', "`gemma4.py`"),),
     is_taught=lambda template: Gemma.BEGIN in template,
     parser=lambda names, _: Gemma(names),
     parser_within=lambda names, _: Gemma(names),
