@@ -68,8 +68,10 @@ def errors() -> str:
         *_wrapped(
             f'{_WRITTEN} Over HTTP an error is `{{"error": {{"message", "type", "param", "code"}}}}`, in '
             "`/v1/messages` Anthropic's form; over gRPC the code, in upper case, is the reason of "
-            "`google.rpc.ErrorInfo`. In parentheses: both statuses. `Retry-After` says when a retry may succeed. Where "
-            "a request was accepted, `X-Request-Id` names it."
+            "`google.rpc.ErrorInfo`. In parentheses: both statuses. `Retry-After` says when a retry may succeed; "
+            "`x-should-retry: false` keeps clients of OpenAI and Anthropic from the retries that they make after 409, "
+            "429 and 5xx: each 409, `quarantined`, and what alone exceeds a limit. Where a request was accepted, "
+            "`X-Request-Id` names it."
         ),
         "",
     ]

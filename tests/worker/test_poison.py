@@ -68,6 +68,7 @@ async def test_poison_is_quarantined_and_its_neighbours_go_on(stack: Stack) -> N
                 each.cancel()
         [dead] = await broker.quarantined("demo")
     assert (refused.status_code, refused.json()["error"]["code"]) == (500, "quarantined")
+    assert refused.headers["x-should-retry"] == "false"
     assert (dead.request_id, dead.next_index, len(dead.engines)) == (refused.headers["x-request-id"], 0, 4)
     assert len(deaths) in (4, 5), "the first engine may die before it could say that the prompt is in its step"
     for prompt, answer in zip((*prompts, prompts[0]), (*neighbours, later), strict=True):

@@ -148,6 +148,7 @@ async def test_an_idempotency_key_belongs_to_its_tenant(guarded: Address) -> Non
         )
     assert names[0] == names[1] != names[2]
     assert (conflict.status_code, conflict.json()["error"]["param"]) == (409, "idempotency_key")
+    assert conflict.headers["x-should-retry"] == "false", "OpenAI's clients send a 409 again"
 
 
 KEY = hashlib.sha256(b"k").hexdigest()

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import http
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -168,7 +169,7 @@ def error_report(error: Exception) -> ErrorReport:
         _message(error),
         error.field if isinstance(error, errors.InvalidRequest | errors.RequestFailed) else found.field,
         _retry_after_s(error),
-        _limit_headers(error),
+        _headers(error, found.http_status),
     )
 
 
@@ -196,12 +197,19 @@ def _retry_after_s(error: Exception) -> float | None:
     return None
 
 
-def _limit_headers(error: Exception) -> dict[str, str]:
-    if not isinstance(error, streams.RateLimited):
-        return {}
-    # OpenAI's clients send a 429 again by themselves, unless they are told that it won't help.
-    never = {} if error.retry_after_s is not None else {"x-should-retry": "false"}
-    return {**rate_headers(error.rates), **never}
+QUARANTINED = "quarantined"
+"""Code of a request that made engines hang or die."""
+
+
+def _headers(error: Exception, status: int) -> dict[str, str]:
+    """Return the limits, and whether clients should try again: OpenAI's and Anthropic's send what came back with 408,
+    409, 429 or 5xx twice more, unless a header says that it won't help."""
+    limits = rate_headers(error.rates) if isinstance(error, streams.RateLimited) else {}
+    is_too_large = isinstance(error, streams.RateLimited | streams.LogsFull) and error.retry_after_s is None
+    is_poison = isinstance(error, errors.GenerationFailed) and error.code == QUARANTINED
+    if is_too_large or is_poison or status == http.HTTPStatus.CONFLICT:
+        return {**limits, "x-should-retry": "false"}
+    return limits
 
 
 LOG_CODES = {
@@ -210,7 +218,7 @@ LOG_CODES = {
     NO_ENGINE: "No engine has served its model for long.",
     MODEL_UNAVAILABLE: "No engine that lists its model can load it.",
     "model_removed": "Its model was removed while it waited.",
-    "quarantined": "It made engines hang or die, and is kept for operators.",
+    QUARANTINED: "It made engines hang or die, and is kept for operators.",
     "corrupt_record": "What Redis has of it can't be read.",
 }
 """Codes with which the log of an accepted request may end, and what each means."""

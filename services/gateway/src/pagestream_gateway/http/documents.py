@@ -114,7 +114,8 @@ class Answers(NamedTuple):
 _ALWAYS = (400, 403, 408, 431, 500, 503)
 """Errors of every operation: what comes is no request or one for another host, a defect, the end of the process."""
 _RETRY = ("Retry-After", "retry-after-ms")
-_RETRIED = {429: (*_RETRY, "x-should-retry", *LIMIT_HEADERS), 503: _RETRY}
+_NEVER = ("x-should-retry",)
+_RETRIED = {409: _NEVER, 429: (*_RETRY, *_NEVER, *LIMIT_HEADERS), 500: _NEVER, 503: _RETRY}
 REQUEST_HEADERS = ("X-Request-Id", "X-Request-Seed", "X-Client-Request-Id")
 READ_HEADERS = {200: REQUEST_HEADERS}
 QUEUE_HEADERS = ("X-Queue-Position", "X-Expected-Wait-Ms")
@@ -145,7 +146,7 @@ _HEADERS = {
     "X-Stream-Verified": ("boolean", "Whether the position's digest was compared with the log."),
     "Retry-After": ("integer", "Seconds after which a retry may succeed; absent where that is not known."),
     "retry-after-ms": ("integer", "The same in milliseconds."),
-    "x-should-retry": ("boolean", "false where no retry helps: the request alone asks for more than a limit."),
+    "x-should-retry": ("boolean", "false where no retry helps."),
     **dict.fromkeys(LIMIT_HEADERS, ("string", "How far a limit of the caller is used; only where it has one.")),
 }
 """Type and meaning by name."""
