@@ -171,7 +171,7 @@ class TokenTable:
         self._values = torch.zeros(0, 0, dtype=torch.float32, device=device)
         self._lengths = np.zeros(0, dtype=np.int64)
 
-    def write(self, slot: int, token_ids: Sequence[int], values: Iterable[float] | None = None) -> None:
+    def write(self, slot: int, token_ids: TokenIds, values: Iterable[float] | None = None) -> None:
         """Store a slot's list, with a float32 value for each token or without.
 
         Args:
@@ -254,9 +254,14 @@ class AllowedTokens(LogitsStage):
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         super().__init__(max_rows, vocab_size, device)
         self._allowed = TokenTable(device)
+        self._last: tuple[object, NDArray[np.int64]] = (None, np.zeros(0, np.int64))
+        """A request's list and its different ids: its choices share the list, and 256 of them come at once."""
 
     def _fill(self, slot: int, new: NewRow) -> None:
-        self._allowed.write(slot, list(dict.fromkeys(new.params.allowed_token_ids or ())))
+        given = new.params.allowed_token_ids or ()
+        if self._last[0] is not given:
+            self._last = given, np.unique(np.asarray(given, dtype=np.int64))
+        self._allowed.write(slot, self._last[1])
 
     def apply(self, logits: Tensor, rows: StageRows) -> None:
         """Set what is not allowed to -inf."""
@@ -279,6 +284,8 @@ class BadWords(LogitsStage):
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         super().__init__(max_rows, vocab_size, device)
+        self._last_words: tuple[object, NDArray[np.int64], NDArray[np.int64]] = (None, *[np.zeros(0, np.int64)] * 2)
+        """A request's words, which its choices share, with the prefixes and last tokens of them."""
         self._clear()
 
     def remove(self, row: int) -> None:
@@ -301,11 +308,14 @@ class BadWords(LogitsStage):
         words = new.params.bad_words_token_ids
         self._reserve(slot + 1, len(words), max(len(word) for word in words) - 1)
         longest = self._tails.shape[1]
-        prefixes = np.full(self._prefixes.shape[1:], _ANY, dtype=np.int64)
-        last = np.zeros(self._last.shape[1], dtype=np.int64)
-        for index, word in enumerate(words):
-            prefixes[index, longest - (len(word) - 1) :] = word[:-1]
-            last[index] = word[-1]
+        of, prefixes, last = self._last_words
+        if of is not words or prefixes.shape != self._prefixes.shape[1:]:
+            prefixes = np.full(self._prefixes.shape[1:], _ANY, dtype=np.int64)
+            last = np.zeros(self._last.shape[1], dtype=np.int64)
+            for index, word in enumerate(words):
+                prefixes[index, longest - (len(word) - 1) :] = word[:-1]
+                last[index] = word[-1]
+            self._last_words = words, prefixes, last
         tail = np.full(longest, _NO_TOKEN, dtype=np.int64)
         outputs = np.asarray(new.output_token_ids[-longest:] if longest else (), dtype=np.int64)
         tail[longest - len(outputs) :] = outputs
