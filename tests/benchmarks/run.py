@@ -79,6 +79,7 @@ BENCHMARKS = (
     Benchmark("deterministic", "what do bit-identical logits cost?", has_short_form=True),
     Benchmark("exact_linears", "what do linears with one order of additions cost?", has_short_form=True),
     Benchmark("engine_throughput", "how fast is LLM.generate against transformers?", has_short_form=True),
+    Benchmark("prefill_spread", "what do prompts spread over steps cost and gain?", has_short_form=True),
     Benchmark("itl_bound", "how long do streams wait while a long prompt arrives?", has_short_form=True),
     Benchmark("rate_sweep", "what rate is sustained at equal latency, against transformers?", has_short_form=True),
 )

@@ -1,10 +1,19 @@
 """`vllm bench serve` against `pagestream serve` and `vllm serve` (CPU build) with one model, in turns.
 
-    PYTHONPATH=tests python tests/benchmarks/vllm_serve.py --vllm /path/to/vllm [--rounds 2] [--dtype bfloat16]
+    PYTHONPATH=tests python tests/benchmarks/vllm_serve.py --vllm /path/to/vllm [--loads 1 16 64] [--rounds 2]
 
-The reference model of engine_throughput.py with a tokenizer of 8,192 byte-level tokens. Both servers run all the time
-and share both cores; one is asked at a time. Each stream asks for 64 tokens after 128, again and again. How to make an
-environment with the command: docs/benchmarks/vllm-bench.md.
+The reference model of engine_throughput.py, its context raised to 4,096, with a tokenizer of 8,192 byte-level tokens;
+in bfloat16 where the processor multiplies in it, else in float32. Both servers run all the time, with as many computing
+threads as there are cores and `max_num_seqs` 256; one is asked at a time. Streams ask again and again:
+
+    1, 16, 64, 1000    128 tokens in, 64 out (1000: 32 out), so many streams
+    long, short        2,000 tokens in and 64 out, 16 streams; 32 in and 8 out, 64 streams
+    structured         128 tokens in, 64 out of a JSON schema, 16 streams
+
+A load's table and goals are printed when it has been measured. A run that takes longer than `--limit` is stopped, and
+its load is left out. With `--json FILE` figures are kept, and loads that the file has are not measured again: a quiet
+machine is needed for a few minutes at a time only. How to make an environment with the command:
+docs/benchmarks/vllm-bench.md.
 """
 
 from __future__ import annotations
@@ -12,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import random
 import socket
 import subprocess
@@ -21,19 +31,49 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from engine_throughput import SHAPE, make_model
 from goals import print_goal
+from itl_bound import make_model
 from support.processes.served import running_serve
 from support.processes.waiting import wait_until
 from vllm_cpu import instruction_sets
 
 NAME = "reference"
-STREAMS = {1: 8, 16: 64, 64: 192}
-"""Concurrent streams, and requests of a run."""
+CONTEXT = 4096
+MAX_NUM_SEQS = 256
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one run of the load generator asks for."""
+
+    streams: int
+    num_requests: int
+    input_tokens: int = 128
+    output_tokens: int = 64
+    body: Mapping[str, Any] = field(default_factory=dict)
+    """Members of each request beside the usual ones."""
+
+
+SCHEMA = {"type": "array", "items": {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]}}
+LOADS = {
+    "1": Load(1, 8),
+    "16": Load(16, 64),
+    "64": Load(64, 192),
+    "1000": Load(1000, 1000, output_tokens=32),
+    "long": Load(16, 32, input_tokens=2000),
+    "short": Load(64, 512, input_tokens=32, output_tokens=8),
+    "structured": Load(
+        16,
+        64,
+        body={"response_format": {"type": "json_schema", "json_schema": {"name": "rows", "schema": SCHEMA}}},
+    ),
+}
 COLUMNS = {
     "tokens/s": "output_throughput",
     "TTFT p50 ms": "median_ttft_ms",
@@ -42,12 +82,16 @@ COLUMNS = {
     "ITL p99 ms": "p99_itl_ms",
 }
 """Names in the table, and in the file that the benchmark writes."""
-LIMIT_S = 900.0
-READY_LIMIT_S = 300.0
+MOST = {"TTFT p50 ms": 1.0, "TTFT p99 ms": 1.0, "ITL p50 ms": 1.0, "ITL p99 ms": 1.0}
+"""Ratios to vLLM's that are wanted."""
+MOST_ITL_P99 = {"64": 0.5}
+LIMIT_S = 600.0
+READY_LIMIT_S = 600.0
 BFLOAT16 = ("avx512_bf16", "amx_bf16")
 """Instruction sets that multiply in bfloat16; without one it is emulated."""
 
 Figures = Mapping[str, float]
+Sides = dict[str, list[Figures]]
 
 
 def make_folder(folder: Path, dtype: str) -> Path:
@@ -55,7 +99,7 @@ def make_folder(folder: Path, dtype: str) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    make_model(folder, dtype)
+    make_model(folder, dtype, CONTEXT)
     rng = random.Random(0)
     syllables = [first + vowel + last for first in "bdfgklmnprstvz" for vowel in "aeiou" for last in "lmnrst"]
     lines = (" ".join("".join(rng.choices(syllables, k=rng.randint(1, 3))) for _ in range(20)) for _ in range(4000))
@@ -63,7 +107,7 @@ def make_folder(folder: Path, dtype: str) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=SHAPE["vocab_size"],
+        vocab_size=8192,
         special_tokens=["<|pad|>", "<|bos|>", "<|end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -78,20 +122,20 @@ def make_folder(folder: Path, dtype: str) -> Path:
 
 @contextmanager
 def running_vllm(vllm: str, model: Path, dtype: str, log_path: Path) -> Iterator[str]:
-    """Run `vllm serve` on both cores; yield its URL when it is ready."""
+    """Run `vllm serve` with a thread on each core; yield its URL when it is ready."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     cores = sorted(os.sched_getaffinity(0))
     variables = {
         **os.environ,
-        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}-{cores[-1]}",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
     command = [vllm, "serve", str(model), "--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--dtype", dtype, "--max-model-len", str(SHAPE["max_position_embeddings"]), "--max-num-seqs", "64"]
+    command += ["--dtype", dtype, "--max-model-len", str(CONTEXT), "--max-num-seqs", str(MAX_NUM_SEQS)]
     with log_path.open("wb") as log, subprocess.Popen(command, env=variables, stdout=log, stderr=log) as process:
 
         def is_ready() -> bool:
@@ -111,70 +155,117 @@ def running_vllm(vllm: str, model: Path, dtype: str, log_path: Path) -> Iterator
             process.wait(60)
 
 
-def measure(vllm: str, url: str, model: Path, streams: int, folder: Path) -> Figures:
-    """Run the benchmark once; return what it wrote."""
-    result = folder / "result.json"
-    requests = STREAMS[streams]
-    command = [
-        *(vllm, "bench", "serve", "--base-url", url, "--backend", "openai", "--endpoint", "/v1/completions"),
-        *("--model", NAME, "--tokenizer", str(model), "--dataset-name", "random", "--random-input-len", "128"),
-        *("--random-output-len", "64", "--num-prompts", str(requests), "--max-concurrency", str(streams)),
+def measure(command: str, url: str, model: Path, load: Load, *, limit_s: float = LIMIT_S) -> Figures:
+    """Run the benchmark once; return what it wrote.
+
+    Raises:
+        TimeoutExpired: it was stopped after `limit_s`.
+    """
+    result = model.parent / "result.json"
+    arguments = [
+        *(command, "bench", "serve", "--base-url", url, "--backend", "openai", "--endpoint", "/v1/completions"),
+        *("--model", NAME, "--tokenizer", str(model), "--dataset-name", "random"),
+        *("--random-input-len", str(load.input_tokens), "--random-output-len", str(load.output_tokens)),
+        *("--num-prompts", str(load.num_requests), "--max-concurrency", str(load.streams)),
         *("--ignore-eos", "--seed", "0", "--percentile-metrics", "ttft,itl", "--disable-tqdm"),
-        *("--save-result", "--result-dir", str(folder), "--result-filename", result.name),
+        *("--save-result", "--result-dir", str(result.parent), "--result-filename", result.name),
     ]
+    if load.body:
+        arguments += ["--extra-body", json.dumps(load.body)]
     variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = subprocess.run(arguments, env=variables, capture_output=True, text=True, timeout=limit_s, check=False)
     if done.returncode != 0:
         raise SystemExit(f"vllm bench serve has failed:\n{(done.stdout + done.stderr)[-4000:]}")
     figures: dict[str, Any] = json.loads(result.read_text())
-    if figures["completed"] != requests:
-        raise SystemExit(f"{requests - figures['completed']} of {requests} requests have failed at {url}")
+    if figures["completed"] != load.num_requests:
+        failed = load.num_requests - figures["completed"]
+        raise SystemExit(f"{failed} of {load.num_requests} requests have failed at {url}: {done.stdout[-2000:]}")
     return {name: float(figures[column]) for name, column in COLUMNS.items()}
 
 
-def compare(vllm: str, dtype: str, rounds: int) -> dict[int, dict[str, list[Figures]]]:
-    """Ask both servers in turns, beginning with the other one in each round."""
-    found: dict[int, dict[str, list[Figures]]] = {streams: {"pagestream": [], "vllm": []} for streams in STREAMS}
+def compare(options: argparse.Namespace) -> Iterator[tuple[str, Sides]]:
+    """Ask both servers in turns, beginning with the other one in each round; yield a load's figures by server."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = make_folder(folder / "model", dtype)
-        options = (str(model), "--served-model-name", NAME, "--dtype", dtype)
+        model = make_folder(folder / "model", options.dtype)
+        ours = ("--served-model-name", NAME, "--dtype", options.dtype, "--max-num-seqs", str(MAX_NUM_SEQS))
         with (
-            running_serve(folder, *options) as served,
-            running_vllm(vllm, model, dtype, folder / "vllm.log") as theirs,
+            running_serve(folder, str(model), *ours, *options.option) as served,
+            running_vllm(options.vllm, model, options.dtype, folder / "vllm.log") as theirs,
         ):
-            ours = f"http://127.0.0.1:{served.process('gateway-0').ports['http']}"
-            urls = {"pagestream": ours, "vllm": theirs}
+            urls = {"pagestream": f"http://127.0.0.1:{served.process('gateway-0').ports['http']}", "vllm": theirs}
             for each in urls.values():
-                measure(vllm, each, model, 1, folder)  # warm up
-            for number in range(rounds):
-                for streams in STREAMS:
-                    for side in sorted(urls, reverse=bool(number % 2)):
-                        found[streams][side].append(measure(vllm, urls[side], model, streams, folder))
-    return found
+                measure(options.vllm, each, model, LOADS["1"])  # warm up
+            for load in options.loads:
+                found: Sides = {side: [] for side in urls}
+                try:
+                    for number in range(options.rounds):
+                        for side in sorted(urls, reverse=bool(number % 2)):
+                            figures = measure(options.vllm, urls[side], model, LOADS[load], limit_s=options.limit)
+                            found[side].append(figures)
+                except subprocess.TimeoutExpired:
+                    print(f"{load} is left out: a run took longer than {options.limit:.0f} s", flush=True)
+                    continue
+                yield load, found
+
+
+def machine(vllm: str) -> str:
+    """Return what figures depend on: processor, instruction sets, cores, versions, other load."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    kinds = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    asked = subprocess.run([vllm, "--version"], capture_output=True, text=True, timeout=300, check=False)
+    return (
+        f"{kinds.get('model name', platform.machine())}, family {kinds.get('cpu family', '?')} model "
+        f"{kinds.get('model', '?')}; {instruction_sets()}; {len(os.sched_getaffinity(0))} cores; load "
+        f"{os.getloadavg()[0]:.1f}; pagestream {version('pagestream')}, vLLM {asked.stdout.split()[-1]}, "
+        f"torch {version('torch')}"
+    )
+
+
+def print_load(name: str, sides: Sides) -> None:
+    """Print the medians of a load, and their ratios beside the goals."""
+    load = LOADS[name]
+    what = f"{load.streams} streams, {load.input_tokens} in, {load.output_tokens} out"
+    if load.body:
+        what += ", structured"
+    middle = {side: {column: median(run[column] for run in runs) for column in COLUMNS} for side, runs in sides.items()}
+    for side, values in middle.items():
+        print(f"| {what} | {side} | {' | '.join(f'{values[column]:.1f}' for column in COLUMNS)} |", flush=True)
+    ratios = {column: middle["pagestream"][column] / max(middle["vllm"][column], 1e-9) for column in COLUMNS}
+    least = 1.05 if "amx_bf16" in instruction_sets() else 1.2
+    for column, ratio in ratios.items():
+        most = MOST_ITL_P99.get(name, MOST["ITL p99 ms"]) if column == "ITL p99 ms" else MOST.get(column)
+        wanted = f">= {least}x" if most is None else f"<= {most}x"
+        print_goal(f"{what}, {column} against vllm serve", wanted, f"{ratio:.2f}x")
 
 
 def main() -> int:
-    """Print the medians of both servers, and their ratio."""
+    """Print the medians of both servers, and their ratios beside the goals."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", required=True, help="the vllm command of an environment of its own")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS), metavar="LOAD")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help=f"seconds of one run (default: {LIMIT_S:.0f})")
+    parser.add_argument("--json", type=Path, help="keep figures in this file; loads that it has are not measured")
+    parser.add_argument("--option", action="append", default=[], help="--option=--flag=value, of pagestream serve")
     sets = instruction_sets()
     default = "bfloat16" if any(each in sets for each in BFLOAT16) else "float32"
     parser.add_argument("--dtype", default=default, help=f"of the weights (default here: {default})")
     options = parser.parse_args()
-    found = compare(options.vllm, options.dtype, options.rounds)
-    print(
-        f"{options.dtype}; instruction sets: {sets}; {len(os.sched_getaffinity(0))} cores; medians of {options.rounds}"
-    )
-    print(f"| streams | server | {' | '.join(COLUMNS)} |")
-    print("|---|---|" + "---|" * len(COLUMNS))
-    for streams, sides in found.items():
-        middle = {side: {name: median(run[name] for run in runs) for name in COLUMNS} for side, runs in sides.items()}
-        for side, values in middle.items():
-            print(f"| {streams} | {side} | {' | '.join(f'{values[name]:.1f}' for name in COLUMNS)} |")
-        ratio = middle["pagestream"]["tokens/s"] / middle["vllm"]["tokens/s"]
-        print_goal(f"served, {streams} streams, against vllm serve", ">= 1.0x", f"{ratio:.2f}x")
+    kept: dict[str, Sides] = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    print(f"{machine(options.vllm)}; {options.dtype}; medians of {options.rounds}; {' '.join(options.option)}")
+    print(f"| load | server | {' | '.join(COLUMNS)} |")
+    print("|---|---|" + "---|" * len(COLUMNS), flush=True)
+    for name in options.loads:
+        if name in kept:
+            print_load(name, kept[name])
+    options.loads = [name for name in options.loads if name not in kept]
+    if options.loads:
+        for name, sides in compare(options):
+            print_load(name, sides)
+            if options.json:
+                kept[name] = sides
+                options.json.write_text(json.dumps(kept, indent=1))
     return 0
 
 

@@ -1,10 +1,12 @@
 """The size of prompts' chunks beside decodes, against a machine whose times are known."""
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 from statistics import fmean
 
 import pytest
-from pagestream_engine import ConfigError, SamplingParams, SchedulerConfig, Sequence
+from pagestream_engine import ConfigError, Engine, EngineConfig, SamplingParams, SchedulerConfig, Sequence
 from pagestream_engine.plan import ScheduledSequence, ScheduledStep
 from pagestream_engine.scheduler import LEAST_SHARE, LOOK_EVERY, PrefillBudget, RestoreCost
 from support.engines.cached_sequences import make_seq
@@ -195,3 +197,18 @@ def test_the_cheaper_way_is_chosen_by_what_was_measured() -> None:
         cost.note(step(100), 0.1)
     assert cost.pays(1, 16), "the machine got slower: 16 ms"
     assert not cost.pays(2, 16)
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, 2), ({"prefill_spread_steps": 1}, 1)])
+def test_an_engine_on_a_cpu_spreads_prompts_by_itself(
+    model_of: Callable[..., Path], options: dict[str, int], expected: int
+) -> None:
+    engine = Engine(model_of("llama", max_position_embeddings=2048), EngineConfig.from_options(options))
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    engine.add_request("runs", [3], params)
+    engine.step()
+    engine.add_request("comes", [5 + number % 40 for number in range(800)], params)
+    num_steps = 1
+    while not any(output.seq_id == "comes" for output in engine.step()):
+        num_steps += 1
+    assert num_steps == expected

@@ -20,9 +20,15 @@ class Harness:
         caching: bool = False,
         policy: SchedulingPolicy | None = None,
         itl_bound_ms: float | None = None,
+        spread_steps: int | None = None,
     ) -> None:
         self.cache = CacheManager(BlockPool(num_blocks), full_attention(BLOCK_SIZE), enable_prefix_caching=caching)
-        config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, itl_bound_ms=itl_bound_ms)
+        config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            itl_bound_ms=itl_bound_ms,
+            prefill_spread_steps=spread_steps,
+        )
         self.scheduler = Scheduler(config, self.cache, policy or make_policy("fcfs"))
         self.arrivals = 0
 
@@ -568,3 +574,31 @@ def test_chunks_shrink_to_a_bound_while_sequences_decode() -> None:
     assert 7 <= second <= 10, "32 tokens took more than three times what the bound leaves"
     harness.scheduler.finish_requests(list(harness.scheduler.running())[-1:])
     assert harness.step() == [("1", 400)]
+
+
+def test_waiting_prompts_are_spread_over_steps_while_sequences_decode() -> None:
+    """Those that find no seat do not count."""
+    harness = Harness(budget=2048, num_blocks=4096, max_num_seqs=4, spread_steps=4)
+    harness.add(900)
+    assert harness.step() == [("0", 900)], "no sequence decodes yet: nobody waits"
+    for number in range(1, 6):
+        harness.add(900, first=number * 1000)
+    chunks = [sum(tokens for _, tokens in harness.step() if tokens > 1) for _ in range(6)]
+    assert chunks == [675, 507, 506, 506, 506, 0]
+
+
+def test_few_waiting_tokens_are_not_parted() -> None:
+    harness = Harness(budget=2048, num_blocks=1024, spread_steps=4)
+    harness.add(8)
+    harness.step()
+    harness.add(767, first=1000)
+    assert harness.step() == [("1", 767), ("0", 1)]
+
+
+@pytest.mark.parametrize("spread_steps", [None, 1])
+def test_prompts_take_the_whole_budget_where_they_are_not_spread(spread_steps: int | None) -> None:
+    harness = Harness(budget=2048, num_blocks=1024, spread_steps=spread_steps)
+    harness.add(8)
+    harness.step()
+    harness.add(3000, first=1000)
+    assert harness.step() == [("1", 2047), ("0", 1)]

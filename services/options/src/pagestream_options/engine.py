@@ -251,6 +251,16 @@ class SchedulerConfig:
         unit="milliseconds",
         pool=Pool(most=_MOST_MS),
     )
+    prefill_spread_steps: int | None = option(
+        None,
+        """Steps over which the prompt tokens that wait are spread while sequences decode, 384 tokens each at least, so
+        that running streams do not wait for all of them at once. 1: as many as the budget holds. No effect under
+        itl_bound_ms. Unset: 4 where a model is served on a CPU, else 1.""",
+        "steps over which waiting prompts are spread while sequences decode (default: 4 on a CPU, else 1)",
+        metavar="STEPS",
+        low=1,
+        pool=Pool(most=1024),
+    )
     mask_wait_ms: float = option(
         20.0,
         """Most milliseconds that a step waits for the masks of its rows' grammars, which threads beside it compute. A

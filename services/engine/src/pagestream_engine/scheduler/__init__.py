@@ -3,7 +3,7 @@
 from pagestream_engine.features.lora.scheduling import PASS_LIMIT, AdapterResidency
 from pagestream_engine.kv_cache.host_tier import RestoreCost
 from pagestream_engine.scheduler.admission import MOST_PASSING
-from pagestream_engine.scheduler.budget import LEAST_SHARE, LOOK_EVERY, PrefillBudget
+from pagestream_engine.scheduler.budget import LEAST_SHARE, LEAST_SPREAD_CHUNK, LOOK_EVERY, PrefillBudget, spread_chunk
 from pagestream_engine.scheduler.policies import (
     FairByTenant,
     FirstComeFirstServed,
@@ -19,6 +19,7 @@ from pagestream_engine.scheduler.scheduler import RunningSequences, Scheduler, c
 
 __all__ = [
     "LEAST_SHARE",
+    "LEAST_SPREAD_CHUNK",
     "LOOK_EVERY",
     "MOST_PASSING",
     "PASS_LIMIT",
@@ -37,4 +38,5 @@ __all__ = [
     "check_requests",
     "make_policy",
     "register_policy",
+    "spread_chunk",
 ]

@@ -1,8 +1,11 @@
-"""How many prompt tokens a step may have beside its decodes, where inter-token latency has a bound.
+"""How many prompt tokens a step may have beside its decodes.
 
-Without `itl_bound_ms`, the default, prompts get what decodes leave of `max_num_batched_tokens`: a long prompt then
-stretches the steps of all streams that run. With it, a linear model of what steps take, fitted to the last ones, says
-how many tokens fit.
+Every running stream waits for all of a step, so prompts that get what decodes leave of `max_num_batched_tokens` stretch
+inter-token latency. Two rules make chunks smaller:
+
+* `spread_chunk` spreads the prompt tokens that wait over a few steps. It depends on what is queued alone.
+* `PrefillBudget` keeps a bound in time (`itl_bound_ms`): a linear model of what steps take, fitted to the last ones,
+  says how many tokens fit.
 """
 
 from __future__ import annotations
@@ -12,6 +15,23 @@ from typing import NamedTuple, Self
 
 from pagestream_engine.plan import ScheduledStep
 from pagestream_engine.scheduler.admission import ChunkBudget
+
+SPREAD_STEPS = 4
+"""Default of `prefill_spread_steps` on a CPU, by docs/benchmarks/prefill-spread.md."""
+LEAST_SPREAD_CHUNK = 384
+"""Prompt tokens of a step at least, where as many wait; less than twice as many are not parted. Smaller chunks cost
+TTFT, as each step computes the decodes, too."""
+
+
+def spread_chunk(num_waiting_tokens: int, num_steps: int) -> int:
+    """Return the prompt tokens of a step beside decodes, where so many wait that are to be spread over `num_steps`.
+
+    As each step's share is of what still waits then, a burst begins with large chunks, and where more prompts come than
+    decodes leave time for, chunks grow until they are what comes in a step: throughput does not depend on the spread.
+    """
+    num_steps = min(num_steps, num_waiting_tokens // LEAST_SPREAD_CHUNK)
+    return -(-num_waiting_tokens // num_steps) if num_steps > 1 else max(LEAST_SPREAD_CHUNK, num_waiting_tokens)
+
 
 # A mixed step has prompts and decodes. The bound is on what it may take (`itl_bound_ms`); a probe is a mixed step that
 # is kept small to learn from.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from pagestream_engine.config import AdapterConfig, SchedulerConfig
@@ -24,7 +25,7 @@ from pagestream_engine.scheduler.admission import (
     choose_leader,
     displaced_units,
 )
-from pagestream_engine.scheduler.budget import PrefillBudget
+from pagestream_engine.scheduler.budget import PrefillBudget, spread_chunk
 from pagestream_engine.scheduler.policies import SchedulingPolicy, WaitingQueue
 
 
@@ -98,6 +99,7 @@ class Scheduler:
         bound_ms = config.itl_bound_ms
         self.prefill_budget = None if bound_ms is None else PrefillBudget(bound_ms / 1000)
         """Sizes chunks by what steps take; None where inter-token latency has no bound."""
+        self._num_spread_steps = config.prefill_spread_steps or 1
         self.learners: list[Callable[[ScheduledStep, float], None]] = []
         """Want to know what each collected step has taken, in seconds."""
         if self.prefill_budget is not None:
@@ -337,6 +339,9 @@ class Scheduler:
         budget = ChunkBudget(num_tokens)
         if self.prefill_budget is not None:
             budget = self.prefill_budget.begin(len(step.decodes), num_tokens)
+        elif self._num_spread_steps > 1 and step.decodes:
+            num_waiting = self._num_waiting_tokens(self._num_spread_steps * num_tokens)
+            budget = ChunkBudget(min(num_tokens, spread_chunk(num_waiting, self._num_spread_steps)))
         if self._running.prefills:
             self._continue_prefills(step.prefills, budget)
             while step.is_empty and self._running.prefills and not self._num_in_flight:
@@ -347,6 +352,22 @@ class Scheduler:
                 self._continue_prefills(step.prefills, budget)
         if self._waiting.num_sequences and not preempts:
             self.admission.admit(step.prefills, budget)
+
+    def _num_waiting_tokens(self, most: int) -> int:
+        """Return the tokens of prompts that are admitted, or wait and have a seat to take, counted up to about `most`.
+
+        What the prefix cache has of those that wait counts too: it is known at their admission.
+        """
+        num_tokens = 0
+        for seq in self._running.prefills:
+            num_tokens += seq.num_unsent_tokens
+            if num_tokens >= most:
+                return num_tokens
+        for seq in islice(self._waiting, max(0, self._config.max_num_seqs - self._running.count)):
+            num_tokens += len(seq)
+            if num_tokens >= most:
+                break
+        return num_tokens
 
     def _displace(self) -> bool:
         """Requeue the sequences whose places the first waiting request takes; return False where steps in flight must
