@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pagestream_engine import Choice, Engine, EngineConfig, SamplingParams, SequenceOutput
 from pagestream_engine.wire.worker import AbortSequences, AddGroup, StepBegun, StepMarked, Stop, TokenColumns
-from pagestream_worker import EngineThread
+from pagestream_worker import EngineThread, core_process
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder, undisturbed
 from support.processes.waiting import LIMIT_S, until
 
@@ -119,6 +119,21 @@ async def test_an_aborted_sequence_has_no_further_output(tmp_path: Path) -> None
         assert await owner.tokens_of("b") == undisturbed([2], PARAMS, FACTS, 100)
     first = next(place for place, output in enumerate(owner.outputs) if output.seq_id == "b")
     assert {output.seq_id for output in owner.outputs[first:]} == {"b"}
+
+
+async def test_many_choices_are_added_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 choices with long lists held up the next step of all others for 80 ms."""
+    monkeypatch.setattr(core_process, "ADD_LIMIT_S", 0.0)
+    async with running(tmp_path) as owner:
+        owner.thread.submit(AddGroup([1], [Choice("a", ENDLESS)]))
+        await until(lambda: bool(owner.outputs), "its first token")
+        num_before = len(owner.outputs)
+        owner.thread.submit(AddGroup(PROMPT, [Choice(f"r/n/{number}", PARAMS) for number in range(40)]))
+        assert await owner.tokens_of("r/n/39") == undisturbed(PROMPT, PARAMS, FACTS, 100)
+        owner.thread.submit(AbortSequences(["a"]))
+        await until(lambda: not owner.thread.figures.is_busy, "rest")
+    others = [output.seq_id for output in owner.outputs[num_before:]]
+    assert others.index("r/n/0") >= 40, "a step for each choice"
 
 
 async def test_a_step_that_a_request_enters_is_reported_before_it_runs(tmp_path: Path) -> None:
