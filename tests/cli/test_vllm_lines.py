@@ -1,8 +1,10 @@
 """`pagestream serve` takes command lines that were written for `vllm serve`."""
 
+import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pagestream_cli import UsageError
@@ -133,6 +135,32 @@ def test_what_contradicts_the_model_is_refused(line: str, quantised: Path) -> No
         read(line.format(folder=quantised))
     assert read(f"{quantised} -q awq_marlin --tokenizer {quantised}").engine_arguments == ()
     assert read(f"--tokenizer {find_demo_model()}").model is None
+
+
+_NVFP4 = {"quant_algo": "NVFP4", "producer": {"name": "modelopt"}}
+
+
+@pytest.mark.parametrize(
+    ("file", "given", "names", "others"),
+    [
+        ("config.json", {"quantization_config": _NVFP4}, "modelopt modelopt_fp4 petit_nvfp4", "fp8 awq"),
+        ("config.json", {"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors", "gptq"),
+        ("config.json", {"quantization_config": {"quant_method": "gptq"}}, "gptq gptq_marlin moe_wna16", "awq_marlin"),
+        ("config.json", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4 gpt_oss_mxfp4", "modelopt_fp4"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "modelopt", "modelopt_fp4 fp8"),
+        ("config.json", {}, "", "fp8 modelopt_fp4 gguf"),
+    ],
+)
+def test_vllms_names_of_a_checkpoints_method(
+    file: str, given: dict[str, Any], names: str, others: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / file).write_text(json.dumps(given))
+    for name in names.split():
+        assert read(f"{tmp_path} --quantization {name}").engine_arguments == ()
+    for name in others.split():
+        with pytest.raises(UsageError, match=name):
+            read(f"{tmp_path} --quantization {name}")
 
 
 def test_no_command_takes_abbreviations(capsys: pytest.CaptureFixture[str]) -> None:

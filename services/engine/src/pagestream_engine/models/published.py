@@ -31,7 +31,7 @@ def common_fields(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
         common["model_type"] = _KINDS.get(kind, kind)
         if not names or "auto_map" in fields:
             common["architectures"] = _classes(common["model_type"], names)
-    given = _quantization(folder, fields)
+    given = quantization_of(folder, fields)
     if given is not None:
         common["quantization_config"] = given
     return common
@@ -52,7 +52,12 @@ def _classes(kind: str, names: Any) -> Any:
     return [CLASSES[kind]] if is_own and names[0] not in known else names
 
 
-def _quantization(folder: Path, fields: Mapping[str, Any]) -> Any:
+def quantization_of(folder: Path, fields: Mapping[str, Any]) -> Any:
+    """Return the `quantization_config` of a `config.json` by the usual names; None where there is none.
+
+    Raises:
+        ModelFileError: a file that is read for it is malformed.
+    """
     given = fields.get("quantization_config") or fields.get("compression_config")
     text = fields.get("text_config")
     if given is None and isinstance(text, Mapping):

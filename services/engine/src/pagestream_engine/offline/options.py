@@ -21,7 +21,8 @@ from pagestream_engine.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from pagestream_engine.errors import ConfigError
+from pagestream_engine.errors import ConfigError, ModelFileError
+from pagestream_engine.models.published import quantization_of
 
 _GROUPS: tuple[Any, ...] = (
     ModelConfig,
@@ -41,21 +42,29 @@ SPECULATION = {
     "prompt_lookup_max": "prompt_lookup_max",
 }
 """Members of `speculative_config`, and the options that they are."""
-_METHODS = {
-    "awq": "awq",
-    "awq_marlin": "awq",
-    "auto_awq": "awq",
-    "gptq": "gptq",
-    "gptq_marlin": "gptq",
-    "auto_gptq": "gptq",
-    "bitsandbytes": "bitsandbytes",
-    "compressed-tensors": "compressed-tensors",
-    "fbgemm_fp8": "fbgemm_fp8",
-    "fp8": "fp8",
-    "modelopt": "modelopt",
-    "modelopt_fp4": "modelopt",
+_AWQ, _GPTQ, _MODELOPT = ("awq",), ("gptq",), ("modelopt", "modelopt_fp4")
+_METHODS: Mapping[str, tuple[str, ...]] = {
+    "awq": _AWQ,
+    "awq_marlin": _AWQ,
+    "auto_awq": _AWQ,
+    "cpu_awq": _AWQ,
+    "gptq": _GPTQ,
+    "gptq_marlin": _GPTQ,
+    "auto_gptq": _GPTQ,
+    "moe_wna16": _AWQ + _GPTQ,
+    "bitsandbytes": ("bitsandbytes",),
+    "compressed-tensors": ("compressed-tensors",),
+    "fbgemm_fp8": ("fbgemm_fp8",),
+    "fp8": ("fp8",),
+    "mxfp4": ("mxfp4",),
+    "gpt_oss_mxfp4": ("mxfp4",),
+    "modelopt": _MODELOPT,
+    "modelopt_fp4": _MODELOPT,
+    "petit_nvfp4": _MODELOPT,
 }
 """vLLM's names of methods in which checkpoints are quantised, and what config.json calls them."""
+_NVFP4 = ("modelopt_fp4", "petit_nvfp4")
+"""Of those, the names that mean weights of 4 bits alone."""
 _BOOLS = (False, True)
 _ANY = object()
 _IDLE: Mapping[str, tuple[object, ...]] = {
@@ -174,18 +183,23 @@ def is_of_checkpoint(model: str | Path, quantization: object) -> bool:
     Raises:
         ConfigError: vLLM knows the method, and the checkpoint has another, or none.
     """
-    method = _METHODS.get(str(quantization))
-    if method is None:
+    methods = _METHODS.get(str(quantization))
+    if methods is None:
         return False
-    file = Path(model).expanduser() / "config.json"
+    folder = Path(model).expanduser()
+    file = folder / "config.json"
     if not file.is_file():
         return True  # a repository, or a folder whose fault is said when it is opened
     try:
-        given = (json.loads(file.read_text()).get("quantization_config") or {}).get("quant_method")
-    except (OSError, ValueError, AttributeError):
+        given = quantization_of(folder, json.loads(file.read_text()))
+    except (OSError, ValueError, AttributeError, ModelFileError):
         return True
-    if given != method:
-        expected = f"None: the checkpoint {model} is quantised by {given or 'no method'}"
+    given = given if isinstance(given, Mapping) else {}
+    method = given.get("quant_method")
+    has_4_bits = method not in _MODELOPT or given.get("quant_algo") == "NVFP4"
+    if method not in methods or (quantization in _NVFP4 and not has_4_bits):
+        algorithm = f" ({given['quant_algo']})" if given.get("quant_algo") else ""
+        expected = f"None: the checkpoint {model} is quantised by {method or 'no method'}{algorithm}"
         raise ConfigError("quantization", quantization, expected, "int8 quantises while loading")
     return True
 

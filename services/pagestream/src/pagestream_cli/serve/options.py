@@ -402,7 +402,8 @@ def drop_own_quantization(values: dict[str, Any], model: str | None) -> None:
     if not is_own:
         raise UsageError(
             f"--quantization {method} isn't here",
-            hint="checkpoints of awq, gptq, compressed-tensors and fp8 need no option; int8 quantises while loading",
+            hint="quantised checkpoints need no option, but vLLM's names of their methods may be given; int8 quantises "
+            "while loading",
         )
     values["--quantization"] = None
 
