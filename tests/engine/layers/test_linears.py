@@ -39,6 +39,7 @@ from pagestream_engine.layers.quantised import (
     quantise_int8,
 )
 from pagestream_engine.models.decoder import GatedMlp
+from pagestream_engine.models.quantised.tensors import e2m1
 from pagestream_engine.native_build import find_compiler
 from torch import Tensor
 
@@ -53,6 +54,7 @@ TILE_MODEL = LinearLevel(
     ("-DPAGESTREAM_TILE_MODEL", *(("-mavx2", "-mfma") if any(level.name == "avx2" for level in HERE) else ())),
 )
 """The kernels of the level amx-bf16 with C++ in place of its instructions, which few processors have."""
+TILED = ("amx-bf16", TILE_MODEL.name)
 SHAPES = [(768, 96), (2048, 40), (97, 331)]
 """(in features, out features): common ones, and such as fill no vector, no tile, no panel and no pair of inputs."""
 ROWS = 300
@@ -251,7 +253,17 @@ def test_a_gated_mlp_fuses_what_fits_panels(num_gates: int, copies: bool, fuses:
 # -- quantised weights ------------------------------------------------------------------------------------------------
 
 QUANTISED_ROWS = 40
-FORMS = ["channel int8", "group int8", "float8", "int4", "int4 in another order"]
+FORMS = [
+    "channel int8",
+    "group int8",
+    "float8",
+    "group float8",
+    "int4",
+    "int4 in another order",
+    "table4",
+    "nvfp4",
+    "mxfp4",
+]
 QUANTISED_SHAPES = [(192, 256), (83, 97)]
 """(out features, in features): whole panels of every level, and such as fill no vector, no group and no pair."""
 
@@ -267,13 +279,32 @@ def _weight(form: str, shape: tuple[int, int], group_size: int = 32) -> Quantise
         case "group int8":
             values = torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
             return QuantisedWeight(Storage.INT8, values, scales, group_size)
-        case "float8":
+        case "float8" | "group float8":
             values = torch.arange(outputs * inputs, dtype=torch.int64).remainder(127).to(torch.uint8)
             values[1::2] |= 128  # every finite number, subnormal ones too
-            return QuantisedWeight(Storage.FLOAT8, values.view(torch.float8_e4m3fn).view(shape), scales[:1], inputs)
+            numbers = values.view(torch.float8_e4m3fn).view(shape)
+            if form == "group float8":
+                return QuantisedWeight(Storage.FLOAT8, numbers, scales, group_size)
+            return QuantisedWeight(Storage.FLOAT8, numbers, scales[:1], inputs)
+    return _of_4_bits(form, shape, scales, group_size, generator)
+
+
+def _of_4_bits(
+    form: str, shape: tuple[int, int], scales: Tensor, group_size: int, generator: torch.Generator
+) -> QuantisedWeight:
     values = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
+    if form == "table4":
+        table = torch.randn(16, generator=generator).bfloat16().float()
+        return QuantisedWeight(Storage.TABLE4, values, scales, group_size, table=table)
+    if form == "nvfp4":
+        raised = (scales * 10).to(torch.float8_e4m3fn).view(torch.uint8)
+        factors = torch.rand(shape[0], generator=generator) + 0.5
+        return QuantisedWeight(Storage.NVFP4, values, raised, group_size, table=e2m1(), factors=factors)
+    if form == "mxfp4":
+        exponents = torch.randint(120, 130, scales.shape, generator=generator, dtype=torch.uint8)
+        return QuantisedWeight(Storage.MXFP4, values, exponents, group_size, table=e2m1())
     zeros = torch.randint(0, 17, scales.shape, generator=generator, dtype=torch.uint8)
-    order = torch.randperm(inputs, generator=generator) if form.endswith("order") else None
+    order = torch.randperm(shape[1], generator=generator) if form.endswith("order") else None
     return QuantisedWeight(Storage.INT4, values, scales, group_size, zeros, order)
 
 
@@ -285,10 +316,12 @@ def _inputs(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]
     )
 
 
-def _check_product(method: LinearMethod, weight: QuantisedWeight, dtype: torch.dtype, steps: int = 1) -> None:
+def _check_product(
+    method: LinearMethod, weight: QuantisedWeight, dtype: torch.dtype, steps: int = 1, weight_dtype: Any = torch.float64
+) -> None:
     """Against float64: the bound of a sum of n products in float32 and of the dtype's last rounding."""
     x, bias = _inputs(weight.shape, dtype)
-    exact = weight.dequantised(torch.float64)
+    exact = weight.dequantised(weight_dtype).double()
     expected = x.double() @ exact.T + bias.double()
     magnitude = x.double().abs() @ exact.abs().T + bias.double().abs()
     bound = magnitude * (weight.shape[1] * 2.0**-24 + (steps - 1) * 2.0**-9) + expected.abs() * torch.finfo(dtype).eps
@@ -309,10 +342,37 @@ def test_a_quantised_product(form: str, dtype: torch.dtype, level: LinearLevel) 
     for shape in QUANTISED_SHAPES:
         weight = _weight(form, shape)
         method = NativeQuantisedMethod.of(weight, dtype, kernels)
-        _check_product(method, weight, dtype)
+        _check_product(method, weight, dtype, weight_dtype=dtype if _rounds(weight, level, dtype) else torch.float64)
         assert method.fuses_gates == (shape == QUANTISED_SHAPES[0] and 192 % (2 * kernels._panel_width) == 0)
         if method.fuses_gates:
             _check_gates(method, dtype)
+
+
+def _rounds(weight: QuantisedWeight, level: LinearLevel, dtype: torch.dtype) -> bool:
+    """Whether a weight is dequantised to bfloat16 before it is multiplied: by tiles, where it has groups."""
+    by_tiles = dtype == torch.bfloat16 and level.name in TILED
+    return by_tiles and weight.group_size < weight.shape[1] and weight.factors is None
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("level", "dtype"),
+    at_levels([(level, torch.bfloat16) for level in (*HERE, TILE_MODEL) if level.name in TILED]),
+)
+def test_tiles_multiply_by_the_dequantised_weight(level: LinearLevel, dtype: torch.dtype) -> None:
+    """Bit for bit, over several groups of rows, chunks of panels and segments of inputs; gates too."""
+    plain = kernels_of(level, dtype)
+    kernels = QuantisedLinears(load_level(level), level, dtype)
+    for form in ("group float8", "int4", "table4", "mxfp4"):
+        for shape, rows in (((640, 1104), 600), ((128, 83), 33)):
+            weight = _weight(form, shape)
+            method = NativeQuantisedMethod.of(weight, dtype, kernels)
+            expected = NativeMethod(weight.dequantised(dtype), plain)
+            x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(5)).to(dtype)
+            for count in (1, 13, 17, rows):
+                assert torch.equal(method.product(x[:count], None), expected.product(x[:count], None))
+                gated = method.gated_product(x[:count], None, "silu")
+                assert torch.equal(gated, expected.gated_product(x[:count], None, "silu"))
 
 
 def _check_gates(method: NativeQuantisedMethod, dtype: torch.dtype) -> None:

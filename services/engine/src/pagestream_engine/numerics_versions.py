@@ -12,7 +12,7 @@ from collections.abc import Mapping
 # Raise only where bits, tokens or text change: streams of the old version wait fingerprint_grace_ms in a rollout.
 NUMERICS: Mapping[str, int] = {
     # The C++ of a CPU: attention, the small operators beside it, linears, adapters.
-    "native": 1,
+    "native": 2,
     # What a model computes and in which order: families, layers, how weights are read and quantised, adapters, parts
     # of a model that ranks add up; attention and operators in torch's operations.
     "torch": 2,

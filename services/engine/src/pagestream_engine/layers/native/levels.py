@@ -16,7 +16,8 @@ from pagestream_engine.native_build import NativeLibrary
 
 SOURCE = Path(__file__).parent / "linear.cpp"
 _ACTIVATIONS = SOURCE.parents[2] / "attention" / "native" / "activations.h"
-HEADERS = (*(SOURCE.with_name(name) for name in ("product.h", "quantised.h", "tiles.h", "vectors.h")), _ACTIVATIONS)
+_NAMES = ("product.h", "quantised.h", "quantised_tiles.h", "tiles.h", "vectors.h")
+HEADERS = (*map(SOURCE.with_name, _NAMES), _ACTIVATIONS)
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Where an image's build puts the libraries (`pagestream_engine.native_prebuild`)."""
 
@@ -43,7 +44,7 @@ LEVELS = {
         ),
         LinearLevel("avx512-bf16", _AVX512_BF16, (*_AVX512, "-mavx512bf16")),
         LinearLevel("avx512", X86_64_V4.flags, _AVX512),
-        LinearLevel("avx2", X86_64_V3.flags, ("-mavx2", "-mfma")),
+        LinearLevel("avx2", X86_64_V3.flags, ("-mavx2", "-mfma", "-mf16c")),
         LinearLevel("x86-64", frozenset({"sse2"}), (), is_fast=False),
     ),
     "aarch64": (LinearLevel("armv8-a", ARMV8_A.flags, (), is_fast=False),),

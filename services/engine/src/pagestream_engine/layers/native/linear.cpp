@@ -23,7 +23,7 @@
 #include "vectors.h"
 
 #if defined(__AMX_BF16__) || defined(PAGESTREAM_TILE_MODEL)
-#include "tiles.h"
+#include "quantised_tiles.h"
 #endif
 
 namespace {
@@ -40,6 +40,30 @@ struct KernelOf<bf16> {
 #endif
 template <class T>
 using Kernel = typename KernelOf<T>::Type;
+
+template <class T, Storage S>
+struct QuantisedKernelOf {
+  using Type = QuantisedProduct<T, S>;
+};
+#if defined(__AMX_BF16__) || defined(PAGESTREAM_TILE_MODEL)
+template <Storage S>
+struct QuantisedKernelOf<bf16, S> {
+  using Type = QuantisedTileProduct<S>;
+};
+#endif
+
+// Calls visit with the product of a storage.
+template <class T, class Visit>
+auto with_storage(int storage, Visit visit) {
+  switch (storage) {
+    case FLOAT8: return visit(typename QuantisedKernelOf<T, FLOAT8>::Type{});
+    case INT4: return visit(typename QuantisedKernelOf<T, INT4>::Type{});
+    case TABLE4: return visit(typename QuantisedKernelOf<T, TABLE4>::Type{});
+    case NVFP4: return visit(typename QuantisedKernelOf<T, NVFP4>::Type{});
+    case MXFP4: return visit(typename QuantisedKernelOf<T, MXFP4>::Type{});
+    default: return visit(typename QuantisedKernelOf<T, INT8>::Type{});
+  }
+}
 
 // Rows that are sorted by weight, so that those of weight i end before row ends[i]: each meets its own.
 template <class T>

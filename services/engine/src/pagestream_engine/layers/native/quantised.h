@@ -7,7 +7,8 @@
 //
 // A panel has WIDE_PANEL outputs: scales (groups, WIDE_PANEL) in float32, with INT4 zeros of the same shape in bytes,
 // then the values of one pair of inputs after the other. A pair is (2, WIDE_PANEL) bytes; with 4 bits (WIDE_PANEL,), the
-// first input's value in the low half of a byte. AMX has no part in it.
+// first input's value in the low half of a byte. With AVX-512 the two bytes of a pair of float8 lie together. AMX multiplies
+// bfloat16 by the same panels, see quantised_tiles.h.
 //
 // With TABLE4, NVFP4 and MXFP4 the 4 bits are a place in a table of 16 numbers, with which the panel begins; bfloat16
 // multiplies by these rounded. Scales of NVFP4 are e4m3fn, times a factor in float32 of each output, (WIDE_PANEL,) before
@@ -16,6 +17,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "vectors.h"
 
@@ -32,8 +34,12 @@ template <Storage S>
 constexpr bool HAS_BYTE_SCALES = S >= NVFP4;
 constexpr int64_t TABLE_SIZE = 16;
 
-constexpr int WIDE_VECTORS = 2 * VECTORS;              // of a panel's width: one row alone has as many sums in flight
-constexpr int64_t WIDE_PANEL = WIDE_VECTORS * LANES;   // outputs
+#if defined(PAGESTREAM_TILE_MODEL)
+constexpr int64_t WIDE_PANEL = 64;                     // outputs, as with the vectors of a processor that has tiles
+#else
+constexpr int64_t WIDE_PANEL = 2 * VECTORS * LANES;    // outputs: one row alone has as many sums in flight
+#endif
+constexpr int WIDE_VECTORS = WIDE_PANEL / LANES;
 constexpr int FEW_WIDE_ROWS = 3;                       // up to so many take a panel at once, more a half of it
 constexpr int64_t AHEAD_BYTES = 2048;                  // from the prefetch of values to their use
 
@@ -72,10 +78,37 @@ inline Ints load_unsigned(const uint8_t* from) {
 
 inline Floats as_floats(Ints x) { return __builtin_convertvector(x, Floats); }
 
-// e4m3fn has the fields of float32 with fewer bits, and another bias: subnormal numbers become such, and then exact.
+// e4m3fn has the fields of wider numbers with fewer bits, and another bias: subnormal numbers become such, and then
+// exact. By way of float16, whose conversion takes no longer for these; a product of subnormal float32 would be computed
+// by microcode, and take 150 cycles.
 inline Floats widened_float8(const uint8_t* from) {
+#if defined(__AVX512F__)
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  return _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(short(0xbf80)))) * 0x1p8f;
+#elif defined(__F16C__) && defined(__AVX2__)
+  const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(short(0xbf80)))) * 0x1p8f;
+#else
   return (Floats)((Words)load_signed(from) << 20 & 0x87f00000u) * 0x1p120f;
+#endif
 }
+
+#if defined(__AVX512BW__)
+// LANES pairs of e4m3fn as pairs of bfloat16. Subnormal numbers, of which bfloat16 has none so large, by a table.
+inline Words float8_pairs(const uint8_t* from) {
+  const Words subnormal = {0x3b000000, 0x3bc03b80, 0x3c203c00, 0x3c603c40};
+  const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  const __m512i fields = _mm512_and_si512(_mm512_slli_epi16(wide, 4), _mm512_set1_epi16(0x7f0));
+  __m512i number = _mm512_add_epi16(fields, _mm512_set1_epi16(120 << 7));
+  const __mmask32 is_subnormal = _mm512_testn_epi16_mask(wide, _mm512_set1_epi16(0x78));
+  number = _mm512_mask_permutexvar_epi16(number, is_subnormal, wide, (__m512i)subnormal);
+  return (Words)_mm512_ternarylogic_epi32(number, wide, _mm512_set1_epi16(short(0x8000)), 0xf8);  // | wide & sign
+}
+constexpr bool INTERLEAVES_FLOAT8 = true;
+#else
+inline Words float8_pairs(const uint8_t*) { return Words{}; }  // not used
+constexpr bool INTERLEAVES_FLOAT8 = false;
+#endif
 
 // Whole numbers below 2^23, less others: by the bits of 2^23 + x, whose last place is 1.
 inline Floats less_zeros(Words x, Floats shifted_zeros) { return (Floats)(x | 0x4b000000u) - shifted_zeros; }
@@ -123,10 +156,19 @@ struct PairOfInputs {
 
 template <Storage S>
 constexpr int64_t PAIR_BYTES = HAS_4_BITS<S> ? WIDE_PANEL : 2 * WIDE_PANEL;
+// Whether the two inputs of an output lie together.
+template <Storage S>
+constexpr bool INTERLEAVES = S == FLOAT8 && INTERLEAVES_FLOAT8;
+template <Storage S>
+constexpr int64_t OUTPUT_BYTES = INTERLEAVES<S> ? 2 : 1;  // from one output of a pair to the next one
 
 template <Storage S>
 inline PairOfInputs widened(const uint8_t* pair, Floats shifted_zeros, const Table& table) {
   if constexpr (S == INT8) return {as_floats(load_signed(pair)), as_floats(load_signed(pair + WIDE_PANEL))};
+  if constexpr (INTERLEAVES<S>) {
+    const Words words = float8_pairs(pair);
+    return {(Floats)(words << 16), (Floats)(words & 0xffff0000u)};
+  }
   if constexpr (S == FLOAT8) return {widened_float8(pair), widened_float8(pair + WIDE_PANEL)};
   const Words both = (Words)load_unsigned(pair);
   if constexpr (HAS_TABLE<S>) return {table.at(both & 15), table.at(both >> 4)};
@@ -138,11 +180,33 @@ inline Words bf16_words(PairOfInputs weights) {
   return (Words)weights.first >> 16 | (Words)weights.second;
 }
 
+template <Storage S>
+inline Words exact_words(const uint8_t* pair, Floats shifted_zeros, const Table& table) {
+  if constexpr (INTERLEAVES<S>) return float8_pairs(pair);
+  return bf16_words(widened<S>(pair, shifted_zeros, table));
+}
+
 // -- the sums of few rows --
+
+// What the products of a pair take of its weights.
+#if defined(__AVX512BF16__)
+template <class T>
+using Weights = std::conditional_t<std::is_same_v<T, bf16>, Words, PairOfInputs>;
+#else
+template <class T>
+using Weights = PairOfInputs;
+#endif
+template <class T, Storage S>
+inline Weights<T> weights_of(const uint8_t* pair, Floats shifted_zeros, const Table& table) {
+  if constexpr (std::is_same_v<Weights<T>, Words>)
+    return exact_words<S>(pair, shifted_zeros, table);
+  else
+    return widened<S>(pair, shifted_zeros, table);
+}
 
 // Adds the products of two inputs in the order of `add_step`; `x` are the words of both, `stride` words apart.
 template <class T>
-inline Floats add_pair(Floats sum, const uint32_t* x, int64_t stride, PairOfInputs weights);
+inline Floats add_pair(Floats sum, const uint32_t* x, int64_t stride, Weights<T> weights);
 
 template <>
 inline Floats add_pair<float>(Floats sum, const uint32_t* x, int64_t stride, PairOfInputs weights) {
@@ -151,9 +215,9 @@ inline Floats add_pair<float>(Floats sum, const uint32_t* x, int64_t stride, Pai
 }
 
 template <>
-inline Floats add_pair<bf16>(Floats sum, const uint32_t* x, int64_t, PairOfInputs weights) {
+inline Floats add_pair<bf16>(Floats sum, const uint32_t* x, int64_t, Weights<bf16> weights) {
 #if defined(__AVX512BF16__)
-  return add_step<bf16>(sum, x[0] - Words{}, bf16_words(weights));
+  return add_step<bf16>(sum, x[0] - Words{}, weights);
 #else
   sum = multiply_add(sum, (Floats)((x[0] << 16) - Words{}), weights.first);
   return multiply_add(sum, (Floats)((x[0] & 0xffff0000u) - Words{}), weights.second);
@@ -189,8 +253,12 @@ struct WidePanel {
   int64_t begin(int64_t group) const { return group * group_pairs; }
   int64_t end(int64_t group) const { return std::min(num_pairs, (group + 1) * group_pairs); }
   Floats scale(int64_t group, int64_t output) const {
+    const Floats scale = group_scale(group, output);
+    return S == NVFP4 ? scale * load(factors + output) : scale;
+  }
+  Floats group_scale(int64_t group, int64_t output) const {  // without the factor
     const uint8_t* from = scales + (group * WIDE_PANEL + output) * SCALE_BYTES;
-    if constexpr (S == NVFP4) return widened_float8(from) * load(factors + output);
+    if constexpr (S == NVFP4) return widened_float8(from);
     if constexpr (S == MXFP4) return (Floats)((Words)load_unsigned(from) << 23);
     return load(reinterpret_cast<const float*>(from));
   }
@@ -213,13 +281,13 @@ __attribute__((noinline)) void multiply_fused(const uint32_t* x, const WidePanel
   for (int64_t group = 0; group < panel.num_groups(); ++group) {
     Floats total[ROWS][COUNT] = {}, zeros[COUNT];
     for (int v = 0; v < COUNT; ++v) zeros[v] = panel.shifted_zeros(group, first + v * LANES);
-    const uint8_t* pair = panel.pairs + panel.begin(group) * PAIR_BYTES<S> + first;
+    const uint8_t* pair = panel.pairs + panel.begin(group) * PAIR_BYTES<S> + first * OUTPUT_BYTES<S>;
     const int64_t end = panel.end(group);
     for (int64_t i = panel.begin(group); i < end; ++i, pair += PAIR_BYTES<S>, x += PAIR_WORDS) {
       for (int64_t byte = 0; byte < PAIR_BYTES<S>; byte += LINE_BYTES) __builtin_prefetch(pair + AHEAD_BYTES + byte);
 #pragma GCC unroll 4
       for (int v = 0; v < COUNT; ++v) {
-        const PairOfInputs weights = widened<S>(pair + v * LANES, zeros[v], table);
+        const Weights<T> weights = weights_of<T, S>(pair + v * LANES * OUTPUT_BYTES<S>, zeros[v], table);
 #pragma GCC unroll 14
         for (int row = 0; row < ROWS; ++row) total[row][v] = add_pair<T>(total[row][v], x + row, ROWS, weights);
       }
@@ -332,13 +400,13 @@ struct QuantisedProduct : Product<T> {
     for (int64_t group = 0; group < panel.num_groups(); ++group)
       for (int v = 0; v < VECTORS; ++v) {
         const Floats zeros = panel.shifted_zeros(group, half + v * LANES);
-        const uint8_t* pair = panel.pairs + half + v * LANES;
+        const uint8_t* pair = panel.pairs + (half + v * LANES) * OUTPUT_BYTES<S>;
         for (int64_t i = panel.begin(group); i < panel.end(group); ++i) {
-          const PairOfInputs weights = widened<S>(pair + i * PAIR_BYTES<S>, zeros, table);
           uint32_t* step = to + i * STEPS_OF_PAIR * PANEL + v * LANES;
           if constexpr (STEPS_OF_PAIR == 1) {
-            store_words(step, bf16_words(weights));
+            store_words(step, exact_words<S>(pair + i * PAIR_BYTES<S>, zeros, table));
           } else {
+            const PairOfInputs weights = widened<S>(pair + i * PAIR_BYTES<S>, zeros, table);
             store_words(step, (Words)weights.first);
             store_words(step + PANEL, (Words)weights.second);
           }
@@ -392,27 +460,14 @@ struct QuantisedProduct : Product<T> {
       for (int64_t output = 0; output < count; ++output)
         for (int64_t i = 0; i < inputs; ++i) {
           const uint8_t value = values[(first + output) * inputs + i];
-          uint8_t* pair = pairs + i / 2 * PAIR_BYTES<S> + output;
+          uint8_t* pair = pairs + i / 2 * PAIR_BYTES<S> + output * OUTPUT_BYTES<S>;
           if (HAS_4_BITS<S>)
             *pair |= value << i % 2 * 4;
           else
-            pair[i % 2 * WIDE_PANEL] = value;
+            pair[i % 2 * (INTERLEAVES<S> ? 1 : WIDE_PANEL)] = value;
         }
     }
   }
 };
-
-// Calls visit with the type of the product.
-template <class T, class Visit>
-auto with_storage(int storage, Visit visit) {
-  switch (storage) {
-    case FLOAT8: return visit(QuantisedProduct<T, FLOAT8>{});
-    case INT4: return visit(QuantisedProduct<T, INT4>{});
-    case TABLE4: return visit(QuantisedProduct<T, TABLE4>{});
-    case NVFP4: return visit(QuantisedProduct<T, NVFP4>{});
-    case MXFP4: return visit(QuantisedProduct<T, MXFP4>{});
-    default: return visit(QuantisedProduct<T, INT8>{});
-  }
-}
 
 }  // namespace
