@@ -44,6 +44,8 @@ from support.processes.waiting import wait_until
 from vllm_cpu import instruction_sets
 
 NAME = "reference"
+TOKENIZE_QUEUE = "PAGESTREAM_LIMITS__TOKENIZE_QUEUE"
+"""A thousand requests at once are more than a gateway lets wait for its tokenizer by default."""
 CONTEXT = 4096
 MAX_NUM_SEQS = 256
 
@@ -188,6 +190,7 @@ def compare(options: argparse.Namespace) -> Iterator[tuple[str, Sides]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = make_folder(folder / "model", options.dtype)
+        os.environ.setdefault(TOKENIZE_QUEUE, "2048")
         ours = ("--served-model-name", NAME, "--dtype", options.dtype, "--max-num-seqs", str(MAX_NUM_SEQS))
         with (
             running_serve(folder, str(model), *ours, *options.option) as served,
