@@ -24,8 +24,7 @@ import numpy as np
 from goals import print_goal
 from pagestream_engine import SchedulerConfig
 from pagestream_engine.kv_cache import BlockPool, CacheManager
-from pagestream_engine.kv_layout import full_attention
-from pagestream_engine.plan import ScheduledStep
+from pagestream_engine.plan import ScheduledStep, full_attention
 from pagestream_simulator import StepContents, StepCost, VirtualEngine, VirtualRequest, read_trace
 
 COSTS = {
