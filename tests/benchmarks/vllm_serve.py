@@ -62,7 +62,9 @@ class Load:
     """Members of each request beside the usual ones."""
 
 
-SCHEMA = {"type": "array", "items": {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]}}
+ROW = {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]}
+SCHEMA = {"type": "array", "items": ROW, "minItems": 64}
+"""Longer than any answer, so that none ends by itself."""
 LOADS = {
     "1": Load(1, 8),
     "16": Load(16, 64),
