@@ -284,7 +284,8 @@ class BadWords(LogitsStage):
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         super().__init__(max_rows, vocab_size, device)
-        self._last_words: tuple[object, NDArray[np.int64], NDArray[np.int64]] = (None, *[np.zeros(0, np.int64)] * 2)
+        none = np.zeros(0, np.int64)
+        self._last_words: tuple[object, NDArray[np.int64], NDArray[np.int64]] = (None, none, none)
         """A request's words, which its choices share, with the prefixes and last tokens of them."""
         self._clear()
 
