@@ -254,7 +254,7 @@ async def append_ms(outputs: Sequence[SequenceOutput], stats: EngineStats, num_s
         table.requests.take_deferred()
         pending = table.requests.pending(APPEND_LIMIT)
         if pending.appends:
-            append_arguments(RETENTION_MS, pending.appends, channels="wake:", first_slice=slice_of)
+            append_arguments(RETENTION_MS, {"": pending.appends}, channels="wake:", make_slice=slice_of)
         appending.append(thread_time() - packed)
         packing.append(packed - started)
         for each in pending.appends:

@@ -267,8 +267,8 @@ def test_protocol_is_its_model(redis_server: Place, max_examples: int) -> None:
             pytest.param(*change, marks=pytest.mark.slow)
             for change in (
                 ("if known < 0 then", "if false then"),
-                ("if known > 0 and not repeats() then", "if false then"),
-                ("count > 0 and known == count and repeats() and OK or ENDED", "OK"),
+                ("if known > 0 and not repeats(id, next_index, first, known, at) then", "if false then"),
+                ("is_there and OK or ENDED", "OK"),
                 ("retire(id, call('HGET', req, 'owner'), state[5], values[last + 2], retention)", ""),
             )
         ),

@@ -27,7 +27,7 @@ from pagestream.v1.records_pb2 import ChoiceFinish, LogEnd, LogEntry, LogSlice, 
 from pagestream_engine import SequenceOutput
 from pagestream_engine.wire.worker import NO_TOKENS, TokenColumns
 from pagestream_streams import Append, Claim
-from pagestream_streams.engine import append_arguments
+from pagestream_streams.engine import append_arguments, slice_of
 from pagestream_streams.protocol import chained, to_entry_values, to_log_entry
 from pagestream_worker import (
     PACKED_ENTRIES,
@@ -205,7 +205,10 @@ class SameBytes(RuleBasedStateMachine):
             assert (handle in batched) == (has_partition and pair.is_plain())
         for batch in found.batches:
             appends = [expected[handle].append(limit) for handle in batch.logs]
-            assert batch.appends.values == append_arguments(0, appends, channels="", first_slice=None)[1]
+            _, values, _, wake_ups = append_arguments(0, {"prefix": appends}, channels="wake", make_slice=slice_of)
+            assert b'["prefix",' + batch.appends.values + b"]" == values
+            assert batch.appends.wake_ups == wake_ups
+            assert batch.appends.ends == [each.first_index + len(each.entries) for each in appends]
             assert batch.appends.count == len(appends)
             for place, append in enumerate(appends):
                 assert f"-{batch.appends.partition:04x}-" in append.request_id

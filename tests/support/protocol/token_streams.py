@@ -224,9 +224,13 @@ def token_appends(partition: int, appends: Sequence[Append]) -> TokenAppends:
         for entries in [list(map(to_log_entry, each.entries))]
     ]
     wake_ups = [each.SerializeToString() for each in made]
-    values = append_arguments(0, appends, channels="", first_slice=None)[1]
-    ends = list(accumulate(map(len, wake_ups)))
-    return TokenAppends(partition, len(appends), cast(bytes, values), b"".join(wake_ups), ends)
+    made_of = {each.request_id: message for each, message in zip(appends, made, strict=True)}
+    arguments = append_arguments(
+        0, {"": appends}, channels="-", make_slice=lambda each: made_of[each.request_id].slices[0]
+    )
+    values = cast(bytes, arguments[1])[len(b'["",') : -1]
+    ends = [each.first_index + len(each.entries) for each in appends]
+    return TokenAppends(partition, len(appends), values, ends, b"".join(wake_ups), list(accumulate(map(len, wake_ups))))
 
 
 @dataclass

@@ -609,14 +609,27 @@ class LivingContexts:
         return now - self._shorter_since >= self._session.settings.fingerprint_grace_ms / 1000
 
 
+_RUN_ENTRIES = 1024
+"""Of a run of append.lua, where it has more than one partition: 10 to 20 ms of Redis."""
+_RUN_BYTES = 256 * 1024
+"""Likewise, of plain tokens: about as many."""
+
+
 class Appender:
-    """Appends to logs, one script run for each partition, and wakes the gateways that read them."""
+    """Appends to logs, and wakes the gateways that read them: in a cluster by one run of the script for each partition,
+    else by one for all.
+    """
 
     def __init__(self, session: EngineSession, isolation: Isolation) -> None:
         """Create it; nothing is sent yet."""
         self._session = session
         self._isolation = isolation
         self._wake_ups = WakeUpSender(session.connection, session.settings.beat_limit_s)
+        self._retention_ms = session.settings.retention_s * 1000
+        connection = session.connection
+        # Between a cluster's nodes a message may be held back for 40 ms, behind an earlier one without its TCP ACK.
+        is_published_later = connection.waits_for_durability or connection.is_cluster
+        self._channels = "" if is_published_later else connection.keyspace.wake_ups("")
 
     async def stop(self) -> None:
         """Cancel wake-ups in flight."""
@@ -624,91 +637,126 @@ class Appender:
 
     async def append(self, appends: Sequence[Append]) -> list[AppendOutcome]:
         """Append a step's entries to their logs; see EngineSession.append."""
-        places: defaultdict[Partition, list[int]] = defaultdict(list)
+        by_partition: defaultdict[Partition, list[int]] = defaultdict(list)
         for place, each in enumerate(appends):
-            places[self._session.identity.partition_of(each.request_id)].append(place)
-        retention_ms = self._session.settings.retention_s * 1000
-        channels = self._session.connection.keyspace.wake_ups("")
-        # Between a cluster's nodes a message may be held back for 40 ms, behind an earlier one without its TCP ACK.
-        is_published_later = self._session.connection.waits_for_durability or self._session.connection.is_cluster
+            by_partition[self._session.identity.partition_of(each.request_id)].append(place)
+        parts = list(by_partition.items())
+        sizes = [sum(len(appends[i].entries) for i in mine) for _, mine in parts]
+        runs = [[parts[i] for i in run] for run in self._runs(sizes, _RUN_ENTRIES)]
         calls = [
             Call(
                 APPEND,
-                where.prefix,
+                run[0][0].prefix,
                 append_arguments(
-                    retention_ms,
-                    [appends[i] for i in mine],
-                    channels=channels,
-                    first_slice=None if is_published_later else self._slice_of,
+                    self._retention_ms,
+                    {where.prefix: [appends[i] for i in mine] for where, mine in run},
+                    channels=self._channels,
+                    make_slice=self._slice_of,
                 ),
             )
-            for where, mine in places.items()
+            for run in runs
         ]
         if fault_points.IS_ON:
             fault_points.before_append(appends)
         replies = await self._run(calls)
         if fault_points.IS_ON:
             fault_points.after_append(appends)
-        results: dict[int, Any] = {}
-        for mine, reply in zip(places.values(), replies, strict=True):
-            if not isinstance(reply, Unavailable):
-                results.update(zip(mine, reply, strict=True))
-        outcomes = {i: AppendOutcome(AppendKind(found[0]), found[1]) for i, found in results.items()}
-        for i, outcome in outcomes.items():
-            entries = appends[i].entries
-            may_be_over = outcome.kind is not AppendKind.OK or not entries or entries[-1][0] == END
-            is_over = may_be_over and self._session.held.drop_if_over(appends[i], outcome)
-            if self._isolation.run is not None:
-                self._isolation.note_append(appends[i], outcome, is_over=is_over)
-        wake_ups = [(wake_up_message(self._slice_of(appends[i])), found[2]) for i, found in results.items() if found[2]]
+        outcomes = [AppendOutcome(AppendKind.AWAY, 0)] * len(appends)
+        wake_ups: list[tuple[bytes, bytes]] = []
+        for run, reply in zip(runs, replies, strict=True):
+            if isinstance(reply, Unavailable):
+                continue
+            places = [place for _, mine in run for place in mine]
+            others = _others(reply)
+            for number, place in enumerate(places):
+                each = appends[place]
+                outcomes[place] = others.get(number) or AppendOutcome(
+                    AppendKind.OK, each.first_index + len(each.entries)
+                )
+            for gateways, woken in _readers(reply):
+                wake_ups += [(wake_up_message(self._slice_of(appends[places[number]])), gateways) for number in woken]
+        for each, outcome in zip(appends, outcomes, strict=True):
+            if outcome.kind is not AppendKind.AWAY:
+                self._note_outcome(each, outcome)
         if wake_ups:
             await self._wake(wake_ups)
-        return [outcomes.get(i, AppendOutcome(AppendKind.AWAY, 0)) for i in range(len(appends))]
+        return outcomes
+
+    def _note_outcome(self, append: Append, outcome: AppendOutcome) -> None:
+        entries = append.entries
+        may_be_over = outcome.kind is not AppendKind.OK or not entries or entries[-1][0] == END
+        is_over = may_be_over and self._session.held.drop_if_over(append, outcome)
+        if self._isolation.run is not None:
+            self._isolation.note_append(append, outcome, is_over=is_over)
 
     async def append_tokens(self, batches: Sequence[TokenAppends]) -> list[TokenOutcomes | None]:
         """Append plain tokens to their logs; see EngineSession.append_tokens."""
-        retention_ms = self._session.settings.retention_s * 1000
-        channels = self._session.connection.keyspace.wake_ups("")
+        runs = [[batches[i] for i in run] for run in self._runs([len(each.values) for each in batches], _RUN_BYTES)]
+        partition = self._session.identity.partition
         calls = [
             Call(
-                APPEND, self._session.identity.partition(batch.partition).prefix, (retention_ms, batch.values, channels)
+                APPEND,
+                partition(run[0].partition).prefix,
+                token_arguments(
+                    self._retention_ms,
+                    {partition(batch.partition).prefix: batch for batch in run},
+                    channels=self._channels,
+                ),
             )
-            for batch in batches
+            for run in runs
         ]
         if fault_points.IS_ON:
             fault_points.before_append([append for batch in batches for append in batch.appends()])
         replies = await self._run(calls)
         if fault_points.IS_ON:
             fault_points.after_append([append for batch in batches for append in batch.appends()])
-        answered = [
-            (batch, reply) for batch, reply in zip(batches, replies, strict=True) if not isinstance(reply, Unavailable)
-        ]
-        outcomes = {id(batch): self._token_outcomes(batch, reply) for batch, reply in answered}
-        await self._wake(
-            (batch.wake_up(place), found[2])
-            for batch, reply in answered
-            for place, found in enumerate(reply)
-            if found[2]
-        )
-        return [outcomes.get(id(batch)) for batch in batches]
+        outcomes: list[TokenOutcomes | None] = []
+        wake_ups: list[tuple[bytes, bytes]] = []
+        for run, reply in zip(runs, replies, strict=True):
+            if isinstance(reply, Unavailable):
+                outcomes += [None] * len(run)
+                continue
+            others, first = _others(reply), 0
+            for batch in run:
+                outcomes.append(self._token_outcomes(batch, others, first))
+                first += batch.count
+            for gateways, woken in _readers(reply):
+                messages = [batch.wake_up(place) for batch in run for place in range(batch.count)]
+                wake_ups += [(messages[number], gateways) for number in woken]
+        if wake_ups:
+            await self._wake(wake_ups)
+        return outcomes
 
-    def _token_outcomes(self, batch: TokenAppends, reply: Sequence[tuple[int, int, bytes]]) -> TokenOutcomes:
-        """Return the outcomes, apart those that did not only make a log longer.
+    def _token_outcomes(self, batch: TokenAppends, others: Mapping[int, AppendOutcome], first: int) -> TokenOutcomes:
+        """Return a batch's outcomes. A suspect has passed with its claim's first token.
 
-        A suspect has passed with its claim's first token.
+        Args:
+            others: of the run, see append.lua.
+            first: the number of the batch's first request in the run.
         """
-        kinds, next_indexes, _ = zip(*reply, strict=True)
-        if not any(kinds):
-            return TokenOutcomes(next_indexes, {})
-        appends = batch.appends()
-        others = {
-            place: (appends[place], AppendOutcome(AppendKind(kind), index))
-            for place, (kind, index, _) in enumerate(reply)
-            if kind
-        }
-        for append, outcome in others.values():
+        found: dict[int, tuple[Append, AppendOutcome]] = {}
+        if others:
+            appends = batch.appends()
+            found = {
+                place: (each, others[first + place]) for place, each in enumerate(appends) if first + place in others
+            }
+        for append, outcome in found.values():
             self._session.held.drop_if_over(append, outcome)
-        return TokenOutcomes(next_indexes, others)
+        return TokenOutcomes(batch.ends, found)
+
+    def _runs(self, sizes: Sequence[int], most: int) -> list[range]:
+        """Divide the parts of an append among runs of the script, in order."""
+        if self._session.connection.is_cluster:
+            return [range(i, i + 1) for i in range(len(sizes))]
+        if sum(sizes) <= most:
+            return [range(len(sizes))] if sizes else []
+        runs, first, size = list[range](), 0, 0
+        for i, each in enumerate(sizes):
+            if i > first and size + each > most:
+                runs.append(range(first, i))
+                first, size = i, 0
+            size += each
+        return [*runs, range(first, len(sizes))]
 
     async def mark(self, *, running: Collection[str], waiting: Collection[str], stalled: Collection[str]) -> None:
         """Record which requests are in the running step; see EngineSession.mark."""
@@ -737,46 +785,72 @@ class Appender:
         return slice_of(append, "" if append.first_index else self._session.identity.fingerprint)
 
 
+def _others(reply: Sequence[Sequence[Any]]) -> dict[int, AppendOutcome]:
+    """Return what append.lua says of requests whose logs do not end with what was appended, by their number."""
+    said = reply[0]
+    return {said[i]: AppendOutcome(AppendKind(said[i + 1]), said[i + 2]) for i in range(0, len(said), 3)}
+
+
+def _readers(reply: Sequence[Sequence[Any]]) -> Iterator[tuple[bytes, Sequence[int]]]:
+    """Yield the gateways that append.lua leaves to be woken, and the numbers of the requests that they read."""
+    said = reply[1]
+    return zip(said[::2], said[1::2], strict=True)
+
+
 def append_arguments(
     retention_ms: int,
-    appends: Sequence[Append],
+    parts: Mapping[str, Sequence[Append]],
     *,
     channels: str,
-    first_slice: Callable[[Append], LogSlice] | None,
+    make_slice: Callable[[Append], LogSlice],
 ) -> list[Argument]:
-    """Return append.lua's arguments for appends to one partition.
+    """Return append.lua's arguments.
 
     Args:
         retention_ms: how long an ended log is kept.
-        channels: prefix of the gateways' channels.
-        first_slice: makes the wake-ups of first entries, which the script publishes. None where it must not, since
-            writes have to wait for disk or replicas, or where the gateways' channels may be on another node.
+        parts: appends by the prefix of their partition.
+        channels: prefix of the gateways' channels; "": the caller publishes the wake-ups, since writes have to wait for
+            disk or replicas, or since the channels may be on another node.
+        make_slice: makes the wake-ups.
     """
-    values: list[str | int | bytes] = []
-    arguments: list[Argument] = [retention_ms, "", channels]
-    for each in appends:
-        first_index, entries, cached = each.first_index, each.entries, each.cached_tokens
-        wake_up: str | int = ""
-        if first_slice is not None and first_index == 0:
-            arguments.append(wake_up_message(first_slice(each)))
-            wake_up = len(arguments)
-        values += (
-            each.request_id,
-            str(each.epoch),
-            each.nonce,
-            first_index,
-            "" if cached is None else cached,
-            len(entries),
-            wake_up,
-        )
-        for entry in entries:
-            values += entry
-            extra = entry[-1]
-            if isinstance(extra, bytes):
-                arguments.append(extra)
-                values[-1] = len(arguments)
-    arguments[1] = orjson.dumps(values)
-    return arguments
+    blobs: list[bytes] = []
+    wake_ups: list[bytes] = []
+    given: list[str | list[str | int | bytes]] = []
+    for prefix, appends in parts.items():
+        values: list[str | int | bytes] = []
+        for each in appends:
+            first_index, entries, cached = each.first_index, each.entries, each.cached_tokens
+            num_bytes = 0
+            if channels:
+                wake_ups.append(wake_up_message(make_slice(each)))
+                num_bytes = len(wake_ups[-1])
+            values += (
+                each.request_id,
+                str(each.epoch),
+                each.nonce,
+                first_index,
+                "" if cached is None else cached,
+                len(entries),
+                num_bytes,
+            )
+            for entry in entries:
+                values += entry
+                extra = entry[-1]
+                if isinstance(extra, bytes):
+                    blobs.append(extra)
+                    values[-1] = _NUM_ARGUMENTS + len(blobs)
+        given += (prefix, values)
+    return [retention_ms, orjson.dumps(given), channels, b"".join(wake_ups), *blobs]
+
+
+_NUM_ARGUMENTS = 4  # of append.lua, before the bytes of entries
+
+
+def token_arguments(retention_ms: int, parts: Mapping[str, TokenAppends], *, channels: str) -> list[Argument]:
+    """Return `append_arguments` of plain tokens, ready as bytes."""
+    given = b",".join(orjson.dumps(prefix) + b"," + batch.values for prefix, batch in parts.items())
+    wake_ups = b"".join([batch.wake_ups for batch in parts.values()]) if channels else b""
+    return [retention_ms, b"[" + given + b"]", channels, wake_ups]
 
 
 def slice_of(append: Append, fingerprint: str = "") -> LogSlice:

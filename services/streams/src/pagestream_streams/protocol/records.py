@@ -293,7 +293,9 @@ class TokenAppends:
     """Number of their partition, which their request ids name."""
     count: int
     values: bytes
-    """append.lua's ARGV[2]."""
+    """append.lua's array of the partition."""
+    ends: Sequence[int]
+    """Each log's next index after its entries."""
     wake_ups: bytes
     """For each append a WakeUp of its slice, one after another."""
     wake_ends: Sequence[int]
@@ -320,9 +322,9 @@ class TokenOutcomes:
     """What became of `TokenAppends`."""
 
     next_indexes: Sequence[int]
-    """Entries in each log."""
+    """Entries in each log, but for `others`."""
     others: Mapping[int, tuple[Append, AppendOutcome]]
-    """By place, the appends whose outcome is not OK, with it."""
+    """By place, the appends whose outcome is not OK, or whose log was longer already, with the outcome."""
 
 
 Argument = bytes | str | int

@@ -210,7 +210,7 @@ struct Table {
 
   // What the last call of logs_pending or logs_entries found.
   std::vector<int64_t> handles, others, partitions, counts;
-  std::vector<int64_t> values_ends, wake_ends;
+  std::vector<int64_t> values_ends, wake_ends, ends;
   std::string values, wake_ups, entries;
 
   Log* find(int64_t handle) const {
@@ -339,18 +339,31 @@ void add_log_entry(std::string& out, const Entry& entry) {
 
 // Add `count` tokens of the tail from `place` on to the arguments of append.lua, and to the wake-ups.
 void add_append(Table& table, const Log& log, int place, int count, std::string& slice) {
-  std::string& values = table.values;
-  values += log.head;
-  add_decimal(values, log.next_index);
-  values += ",\"\",";
-  add_decimal(values, count);
-  values += ",\"\"";
   Digest before = log.digest_before(place);
   slice.clear();
   add_string(slice, 1, log.request_id.data(), log.request_id.size());
   slice += char(2 << 3);
   add_varint(slice, uint64_t(log.next_index));
   const char* at = log.tail.data() + log.offsets[place];
+  for (int i = 0; i < count; ++i) {
+    Entry entry = read_entry(at);
+    at = entry.end;
+    add_log_entry(slice, entry);
+  }
+  add_string(slice, 4, before.chars, size_t(before.length));
+  size_t wakes_before = table.wake_ups.size();
+  add_string(table.wake_ups, 1, slice.data(), slice.size());
+  table.wake_ends.push_back(int64_t(table.wake_ups.size()));
+  table.ends.push_back(log.next_index + count);
+
+  std::string& values = table.values;
+  values += log.head;
+  add_decimal(values, log.next_index);
+  values += ",\"\",";
+  add_decimal(values, count);
+  values += ',';
+  add_decimal(values, int64_t(table.wake_ups.size() - wakes_before));
+  at = log.tail.data() + log.offsets[place];
   for (int i = 0; i < count; ++i) {
     Entry entry = read_entry(at);
     at = entry.end;
@@ -363,11 +376,7 @@ void add_append(Table& table, const Log& log, int place, int count, std::string&
     values += ",\"";
     values.append(entry.header.digest, DIGEST_CHARS);
     values += "\",\"\"";
-    add_log_entry(slice, entry);
   }
-  add_string(slice, 4, before.chars, size_t(before.length));
-  add_string(table.wake_ups, 1, slice.data(), slice.size());
-  table.wake_ends.push_back(int64_t(table.wake_ups.size()));
 }
 
 // -- one pass over the tokens of a step --
@@ -539,7 +548,7 @@ int64_t logs_take(void* pointer, int64_t count, const int64_t* handles, const in
 // What logs_pending found; valid until the next call of a function of this table.
 struct Pending {
   int64_t num_logs, num_partitions, num_others;
-  const int64_t *handles, *wake_ends;                // of each log with plain tokens, by partition
+  const int64_t *handles, *wake_ends, *ends;         // of each log with plain tokens, by partition; its index after
   const int64_t *partitions, *counts, *values_ends;  // of each partition
   const int64_t* others;                             // handles of the logs with other pending entries
   const char *values, *wake_ups;
@@ -556,7 +565,7 @@ int64_t logs_pending(void* pointer, int64_t limit, const int64_t* excluded, int6
       if (log != nullptr) log->excluded = pass;
     }
     for (auto* each : {&table.handles, &table.others, &table.partitions, &table.counts, &table.values_ends,
-                       &table.wake_ends}) {
+                       &table.wake_ends, &table.ends}) {
       each->clear();
     }
     table.values.clear();
@@ -595,7 +604,7 @@ int64_t logs_pending(void* pointer, int64_t limit, const int64_t* excluded, int6
       }
     }
     *found = {int64_t(table.handles.size()), int64_t(table.partitions.size()), int64_t(table.others.size()),
-              table.handles.data(), table.wake_ends.data(), table.partitions.data(), table.counts.data(),
+              table.handles.data(), table.wake_ends.data(), table.ends.data(), table.partitions.data(), table.counts.data(),
               table.values_ends.data(), table.others.data(), table.values.data(), table.wake_ups.data(),
               int64_t(table.wake_ups.size())};
     return 0;

@@ -370,7 +370,7 @@ class NativeLogError(RuntimeError):
 class _Pending(ctypes.Structure):
     _fields_ = (
         *((name, _N) for name in ("num_logs", "num_partitions", "num_others")),
-        *((name, _P) for name in ("logs", "wake_ends", "partitions", "counts", "values_ends", "others")),
+        *((name, _P) for name in ("logs", "wake_ends", "ends", "partitions", "counts", "values_ends", "others")),
         *((name, _P) for name in ("values", "wake_ups")),
         ("wake_bytes", _N),
     )
@@ -468,7 +468,7 @@ class NativeLogs:
             others += self._python.pending(limit, without).others
         if not found.num_logs:
             return PendingLogs((), others)
-        logs, wake_ends = _integers(found.logs, found.num_logs), _integers(found.wake_ends, found.num_logs)
+        logs, wake_ends, ends = (_integers(each, found.num_logs) for each in (found.logs, found.wake_ends, found.ends))
         wake_ups = ctypes.string_at(found.wake_ups, found.wake_bytes)
         batches, first, start = [], 0, 0
         for partition, num_logs, end in zip(
@@ -482,6 +482,7 @@ class NativeLogs:
                 partition,
                 num_logs,
                 values,
+                ends[first:after],
                 wake_ups[cut : wake_ends[after - 1]],
                 wake_ends[first:after] if not cut else [each - cut for each in wake_ends[first:after]],
             )
