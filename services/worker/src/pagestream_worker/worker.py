@@ -393,7 +393,10 @@ class Worker:
             sending.append(self._send_deferred(pending.handles))
         requests.is_appending = True
         try:
-            results = await asyncio.gather(*sending, return_exceptions=True)
+            if len(sending) == 1:  # as most steps have it: without a task of its own
+                results: list[_Sent | BaseException] = [await sending[0]]
+            else:
+                results = await asyncio.gather(*sending, return_exceptions=True)
         finally:
             requests.is_appending = False
         to_hand_back: list[str] = []

@@ -79,7 +79,7 @@ class SingleServer:
         self._redis = redis
         self._others = others
         self._turns = asyncio.Semaphore(max_connections)
-        self._gathering = Gathering(self._turns, max_connections, redis.execute_command, self._pipeline)
+        self._gathering = Gathering(self._turns, max_connections, self._run_one, self._pipeline)
 
     async def execute(self, *command: Argument) -> Any:
         return await self._gathering.run(command)
@@ -96,11 +96,32 @@ class SingleServer:
                 raise
             return [TimeoutError(f"no answer within {limit_s:g} s")] * len(commands)
 
+    async def _run_one(self, *command: Argument) -> Any:
+        [reply] = await self._pipeline([command])
+        if isinstance(reply, exceptions.ResponseError):
+            raise reply
+        return reply
+
     async def _pipeline(self, commands: Sequence[Command]) -> list[Any]:
-        async with self._redis.pipeline(transaction=False) as pipe:
+        """As redis-py's pipeline, without its lock, records and events, which take longer than all else."""
+        pool = self._redis.connection_pool
+        connection = pool.get_available_connection()
+        try:
+            await pool.ensure_connection(connection)
+            await connection.send_packed_command(connection.pack_commands(commands))
+            replies: list[Any] = []
             for command in commands:
-                pipe.execute_command(*command)
-            return list(await pipe.execute(raise_on_error=False))
+                try:
+                    replies.append(await self._redis.parse_response(connection, str(command[0])))
+                except exceptions.ResponseError as error:
+                    replies.append(error)
+            return replies
+        except BaseException:
+            await connection.disconnect(nowait=True)  # replies that are still to come must not answer the next command
+            raise
+        finally:
+            pool._in_use_connections.discard(connection)
+            pool._available_connections.append(connection)
 
     async def pipeline_to(self, key: str, commands: Sequence[Command]) -> list[Any]:
         return await self.pipeline(commands)

@@ -241,9 +241,7 @@ class EngineSession:
         await self.doorbell.wait(timeout_s)
 
     async def append(self, appends: Sequence[Append]) -> list[AppendOutcome]:
-        """Append a step's entries to their logs: one script for each partition, one wake-up for each reading gateway.
-
-        The script itself wakes those that wait for a first entry, a round trip sooner.
+        """Append a step's entries to their logs, and wake the gateways that read them, by one message each.
 
         Returns:
             Outcomes in the order of `appends`. Where a cluster has some partitions and not others, those of missing
