@@ -1,6 +1,7 @@
 """Valid requests with fields at their limits, beside a greedy stream: none ends the engine, and none holds it up.
 
     make hostile ARGS="--requests 20000 --seed 1"
+    make hostile ARGS="--requests 20000 --seed 1 --part 3/40 --results build/hostile.jsonl"
 
 `pagestream serve` with the demo model in several configurations (`hostile_requests/configurations.py`), one after the
 other. Each request has 2 to 7 of all fields of its operation at their limits; the fields come from the gateway's
@@ -10,6 +11,9 @@ leave in the middle. Meanwhile a canary reads greedy streams, which it has read 
 Wanted: no death of an engine, no gap of the canary over 2 s, its tokens as they were alone and its ITL's p99 at most 3
 times that, no error of the server, an answer to everything within 60 s, and nothing left over. What is found is printed
 and written to a file each, with the requests that ran at that time; `--replay FILE` sends those alone.
+
+With `--part K/N` a run sends each engine every N-th request, and `--results FILE` gets a line of each engine: parts may
+run in any order and at any time, one that is run again replaces its earlier line, and `--table` prints the sum.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,10 +34,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import httpx
+import psutil
 from campaigns.hostile_requests.canary import ALONE
 from campaigns.hostile_requests.configurations import CONFIGURATIONS, Attacked, make_adapters, running
 from campaigns.hostile_requests.requests import HostileRequest, Requests
-from campaigns.hostile_requests.results import MOST_GAP_MS, Row, added, read, table, write
+from campaigns.hostile_requests.results import MOST_GAP_MS, Row, append, read, table
 from campaigns.hostile_requests.sending import Answer, sent
 from campaigns.malformed_inputs.process import defects_in, unfinished_requests
 from pagestream_streams.tasks import cancel
@@ -92,17 +98,26 @@ class Attack:
                 self._attacked.url,
                 2 * PATIENCE * self._options.limit_s,
             )
+            begun, before = time.monotonic(), self._cpu_s(canary)
             async with httpx.AsyncClient(base_url=url, timeout=limit_s, limits=limits) as client:
                 async with asyncio.TaskGroup() as tasks:
                     for _ in range(len(requests) or self._options.jobs):
                         tasks.create_task(self._send(client, queue, until))
             await self._settle()
+            self.row.seconds, after = time.monotonic() - begun, self._cpu_s(canary)
+            self.row.cpu_s.update({name: seconds - before.get(name, 0.0) for name, seconds in after.items()})
         finally:
             await cancel(watch)
             await self._end_canary(canary)
         for process in self._attacked.served.record.processes:
             for line in defects_in(Path(process.log))[:5] if process.log else ():
                 self._report(f"{process.name} logged {line[:SHOWN]}", ())
+
+    def _cpu_s(self, canary: asyncio.subprocess.Process) -> dict[str, float]:
+        """Return the processor time of each process since it started, the engine's with those below it."""
+        record = self._attacked.served.record
+        pids = {name: each.pid for each in record.processes if (name := each.name.partition("-")[0]) != "serve"}
+        return {name: _cpu_s_of(pid) for name, pid in {**pids, "canary": canary.pid, "client": os.getpid()}.items()}
 
     async def _send(self, client: httpx.AsyncClient, queue: Iterator[HostileRequest], until: float) -> None:
         limit_s = self._options.limit_s
@@ -212,6 +227,15 @@ class Attack:
             print(f"  {each.number} {each.path} {text[:SHOWN]}{' ...' if len(text) > SHOWN else ''}", flush=True)
 
 
+def _cpu_s_of(pid: int | None) -> float:
+    total = 0.0
+    for each in (pid, *descendants_of(pid)) if pid and pid != os.getpid() else (pid,):
+        with suppress(psutil.NoSuchProcess):
+            times = psutil.Process(each).cpu_times()
+            total += times.user + times.system
+    return total
+
+
 def attacked(
     name: str, folder: Path, options: argparse.Namespace, requests: Sequence[HostileRequest] = ()
 ) -> tuple[Row, list[str]]:
@@ -222,7 +246,8 @@ def attacked(
     with running(name, folder / name.replace(" ", "-"), folder / "lora") as deployment:
         attack = Attack(name, deployment, options)
         until = time.monotonic() + (seconds or float("inf"))
-        asyncio.run(attack.run(iter(range(options.first, last)), requests, until))
+        part, parts = options.part
+        asyncio.run(attack.run(iter(range(options.first + part - 1, last, parts)), requests, until))
     return attack.row, attack.findings
 
 
@@ -243,14 +268,22 @@ def run(options: argparse.Namespace, folder: Path) -> int:
         rows[name], some = attacked(name, folder, options, replayed)
         findings += some
         print(f"{name}: {rows[name].total} requests in {time.monotonic() - begun:.0f} s, {len(some)} found", flush=True)
-    if options.results:
-        rows = added(read(options.results), rows)
-        write(options.results, rows)
+        if options.results:
+            part, parts = options.part
+            run = f"seed {options.seed}, {options.requests} from {options.first}, part {part} of {parts}"
+            append(options.results, name, run, rows[name])
+    return shown(read(options.results) if options.results else rows, options.itl_ratio, findings)
+
+
+def shown(rows: Mapping[str, Row], itl_ratio: float, findings: Sequence[str] = ()) -> int:
+    """Print the table and what is wrong. Returns 1 where something is."""
     print("\n".join(table(rows)))
     for name, row in rows.items():
         statuses = ", ".join(f"{status}: {count}" for status, count in sorted(row.statuses.items()))
+        cpu = ", ".join(f"{part} {1000 * seconds / max(1, row.total):.0f}" for part, seconds in row.cpu_s.items())
         print(f"{name}: {statuses}; the canary's longest wait for a first token: {row.first_token_s:.1f} s")
-    wrong = {name: row.wrong(options.itl_ratio) for name, row in rows.items()}
+        print(f"{name}: {row.total / max(row.seconds, 1e-9):.1f} requests a second; ms of CPU for each: {cpu}")
+    wrong = {name: row.wrong(itl_ratio) for name, row in rows.items()}
     for name, some in wrong.items():
         print("".join(f"WRONG in {name}: {each}\n" for each in some), end="")
     print(f"as it should be: {'NO' if any(wrong.values()) or findings else 'yes'} ({os.cpu_count()} cores)")
@@ -265,6 +298,13 @@ def _names(text: str) -> list[str]:
     return names
 
 
+def _part(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"{text}: must be K/N, such as 3/40")
+    return int(part), int(parts)
+
+
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -272,17 +312,22 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=2000, help="of all configurations together")
     parser.add_argument("--minutes", type=float, default=0.0, help="go on for so long instead")
     parser.add_argument("--first", type=int, default=0, help="number of each configuration's first request")
-    parser.add_argument("--configurations", type=_names, default=list(CONFIGURATIONS), metavar="NAME,NAME")
+    parser.add_argument("--part", type=_part, default=(1, 1), metavar="K/N", help="every N-th request, from the K-th")
+    parser.add_argument("--configurations", "--engine", type=_names, default=list(CONFIGURATIONS), metavar="NAME,NAME")
     parser.add_argument("--jobs", type=int, default=8, help="requests at once")
     parser.add_argument("--work", type=int, default=1024, help="most tokens that a request makes an engine compute")
     parser.add_argument("--limit-s", type=float, default=60.0, help="seconds in which an answer must come")
     parser.add_argument("--itl-ratio", type=float, default=3.0, help="0 on a machine that does other work, too")
     parser.add_argument("--findings", type=Path, default=ROOT / "build" / "hostile", help="where they are written")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="add this run's counts to it, and show the sum")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="add this run to it, and show the sum of all")
+    parser.add_argument("--table", action="store_true", help="only show the sum of --results")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="send a finding's requests, all at once")
     parser.add_argument("--verbose", action="store_true", help="print what came of each request")
     with tempfile.TemporaryDirectory() as folder:
-        return run(parser.parse_args(), Path(folder))
+        options = parser.parse_args()
+        if options.table:
+            return shown(read(options.results or Path(os.devnull)), options.itl_ratio)
+        return run(options, Path(folder))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import httpx
 from pagestream_streams.tasks import cancel
 
 ALONE = "alone"
-STREAMS_ALONE = 3
+STREAMS_ALONE = 2
 TOKENS = 900
 PROMPT = "Tell me a story about the lighthouse and the keeper who lives in it."
 _LIMIT_S = 180.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,10 @@ class Row:
     canary_errors: int = 0
     first_token_s: float = 0.0
     longest_answer_s: float = 0.0
+    seconds: float = 0.0
+    """From the first request to the last end."""
+    cpu_s: Counter[str] = field(default_factory=Counter)
+    """Processor time meanwhile, by process."""
 
     def add(self, answer: Answer, limit_s: float) -> str:
         """Count an answer; return what is wrong with it."""
@@ -128,27 +132,26 @@ def _line(name: str, row: Row, *, is_sum: bool = False) -> str:
 
 
 def read(path: Path) -> dict[str, Row]:
-    """Return the rows of a file; none where it is missing."""
-    if not path.exists():
-        return {}
-    return {name: _row(values) for name, values in json.loads(path.read_text()).items()}
+    """Return the sum of a file's lines for each engine, of equal runs the last; none where it is missing."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    runs = {(each["engine"], each["run"]): _row(each["row"]) for each in map(json.loads, lines)}
+    rows: dict[str, Row] = {}
+    for (engine, _), row in sorted(runs.items()):
+        rows[engine] = rows.get(engine, Row()).plus(row)
+    return rows
 
 
-def write(path: Path, rows: Mapping[str, Row]) -> None:
-    """Write rows to a file."""
+def append(path: Path, engine: str, run: str, row: Row) -> None:
+    """Add a line: what a run has seen of an engine."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({name: vars(row) for name, row in rows.items()}))
-
-
-def added(first: Mapping[str, Row], second: Mapping[str, Row]) -> dict[str, Row]:
-    """Return the sum of two runs."""
-    names: Iterable[str] = dict.fromkeys((*first, *second))
-    return {name: first.get(name, Row()).plus(second.get(name, Row())) for name in names}
+    with path.open("a") as file:
+        file.write(json.dumps({"engine": engine, "run": run, "row": vars(row)}) + "\n")
 
 
 def _row(values: Mapping[str, Any]) -> Row:
     found = Row()
     for name, value in values.items():
-        counted = Counter({int(key): count for key, count in value.items()}) if isinstance(value, dict) else value
-        setattr(found, name, counted)
+        counts = isinstance(value, dict) and name != "cpu_s"
+        counted = {int(key): count for key, count in value.items()} if counts else value
+        setattr(found, name, Counter(counted) if isinstance(value, dict) else value)
     return found
