@@ -13,10 +13,10 @@ import statistics
 import time
 
 from pagestream_engine.kv_cache.block_pool import BlockPool
-from pagestream_engine.kv_cache.inspection import BlockMap, block_map
+from pagestream_engine.kv_cache.inspection import block_map
 from pagestream_engine.request import Request, Sequence
 from pagestream_engine.sampling_params import SamplingParams
-from pagestream_engine.stats import EngineStats
+from pagestream_engine.stats import BlockMap, EngineStats
 from pagestream_worker.telemetry import record_of
 
 SHARED_BLOCKS = 64

@@ -50,7 +50,7 @@ PASSED = {
     "pagestream_engine/layers/quantised.py QuantisedLinears.multiply_groups",
     "pagestream_engine/layers/quantised.py QuantisedLinears.pack",
     "pagestream_engine/models/general/model.py MaskRecorder.window",
-    "pagestream_engine/features/offload.py MovedTensors.__init__",
+    "pagestream_engine/models/offload.py MovedTensors.__init__",
     "pagestream_engine/sampler/draw.py NativeDraws.draw",
     "pagestream_engine/sampler/draw.py NativeDraws.largest",
     "pagestream_kernels/launcher.py",

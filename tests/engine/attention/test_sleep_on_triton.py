@@ -43,7 +43,7 @@ def sleep(folder: str, adapters: list[str], name: str, times: int) -> dict[str, 
     prompts = random_prompts([5] * len(wanted), seed=3)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     with (
-        patch("pagestream_engine.features.offload.leaves_device", lambda _: True),
+        patch("pagestream_engine.models.offload.leaves_device", lambda _: True),
         patch("pagestream_engine.layers.linear.runs_onednn", lambda *_: False),  # linears as a GPU has them
     ):
         own = {"speculative_model": folder} if name == "a draft model" else {}

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from pagestream_engine import LLM, ModelFileError, UnsupportedModel
-from pagestream_engine.features.pooling.config import IDENTITY, SIGMOID, SOFTMAX, activation_of
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.decoder import DecoderConfig
 from pagestream_engine.models.families.llama import Llama
+from pagestream_engine.models.pooling import IDENTITY, SIGMOID, SOFTMAX, activation_of
 from pagestream_engine.models.registry import find_family, plugin_digest
 
 _LLAMA: dict[str, Any] = {

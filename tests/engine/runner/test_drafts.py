@@ -7,7 +7,6 @@ where most of the last tokens stood before.
 from __future__ import annotations
 
 import numpy as np
-import pagestream_engine.runner  # noqa: F401 - it and draft_model import each other: this one can be first
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -25,7 +25,7 @@ from pagestream_engine.features.sleep import Sleep, forget_prefixes
 from pagestream_engine.intake import Intake
 from pagestream_engine.kv_cache.block_pool import BlockPool, make_eviction_order
 from pagestream_engine.kv_cache.host_tier import make_tier
-from pagestream_engine.kv_cache.inspection import BlockMap, block_map, check_cache
+from pagestream_engine.kv_cache.inspection import block_map, check_cache
 from pagestream_engine.kv_cache.manager import CacheManager, fragmentation
 from pagestream_engine.models.folder import model_revision, resolve_model
 from pagestream_engine.models.tokenizer import load_tokenizer
@@ -37,7 +37,7 @@ from pagestream_engine.sampling_params import SamplingParams
 from pagestream_engine.scheduler.budget import SPREAD_STEPS
 from pagestream_engine.scheduler.policies import make_policy
 from pagestream_engine.scheduler.scheduler import Scheduler, check_requests
-from pagestream_engine.stats import EngineStats
+from pagestream_engine.stats import BlockMap, EngineStats
 from pagestream_engine.steps import PlanBuilder, StepPipeline
 from pagestream_engine.wire.executor import ExecutorFacts
 

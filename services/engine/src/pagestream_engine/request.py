@@ -362,7 +362,7 @@ class SequenceOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     as `logprobs`. A group has one such output, of the choice that computed the prompt."""
     pooled: bytes | None = None
     """Of the output with which a request with `pooling` ends: the hidden states pooled from its prompt, after the
-    model's last norm, as float32 numbers in little-endian order. See `pooling.config.vector_of`."""
+    model's last norm, as float32 numbers in little-endian order. See `models.pooling.vector_of`."""
     cumulative_logprob: float | None = None
     """Of a finishing output of a beam search: the sum over its tokens."""
 

@@ -15,13 +15,13 @@ import torch
 from pagestream_engine.attention.base import block_bytes
 from pagestream_engine.config import TRITON_BLOCK_SIZE, EngineConfig, ParallelConfig
 from pagestream_engine.errors import ConfigError, UnsupportedModel
-from pagestream_engine.features.offload import plan_offload
 from pagestream_engine.models.config import DTYPES, ConfigFile
 from pagestream_engine.models.decoder import DecoderConfig
 from pagestream_engine.models.division.sharding import shard_config, shard_weights
 from pagestream_engine.models.division.staging import weights_of_stage
 from pagestream_engine.models.folder import resolve_model
 from pagestream_engine.models.loader import num_elements, stored_bytes
+from pagestream_engine.models.offload import plan_offload
 from pagestream_engine.models.quantised.scheme import Scheme
 from pagestream_engine.models.registry import find_family, fused_architectures
 from pagestream_engine.models.weights import WeightMap

@@ -1,6 +1,10 @@
-"""What an engine has done, and how long it took."""
+"""What an engine has done, and how long it took; and a map of its blocks."""
 
 from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -68,3 +72,59 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     def num_accepted_tokens(self) -> int:
         """Drafts that held."""
         return sum(self.accepted_by_position)
+
+
+MOST_CELLS = 4096
+"""Of a map. A larger pool is sampled at equal distances."""
+MOST_SEQUENCES = 256
+"""Listed in a map."""
+MOST_HOLDERS = 8
+"""Listed for a block."""
+FREE, CACHED, HELD = 0, 1, 2
+"""A cell: of a free block without a hash, of a free block with one, and HELD + i of a block that `holders[i]` hold."""
+
+
+class Holders(NamedTuple):
+    """Who holds a referenced block."""
+
+    sequences: tuple[int, ...]
+    """Places in `BlockMap.sequences`, ascending: the first MOST_HOLDERS of those that are listed there."""
+    num_references: int
+    """Its reference count: block tables, listed or not, and copies of it that the next step makes."""
+
+
+class RunningSequence(NamedTuple):
+    """A sequence that is admitted."""
+
+    seq_id: str
+    tenant: str
+    num_prompt_tokens: int
+    num_tokens: int
+    """Prompt and output."""
+    num_computed_tokens: int
+    num_blocks: int
+    """Of all its tables; 0 while it waits for its leader."""
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether more than its next token is to be computed."""
+        return self.num_tokens - self.num_computed_tokens > 1
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMap:
+    """The pool between two steps. Bounded: at most about 60 kB."""
+
+    num_blocks: int
+    num_free: int
+    """Blocks that nothing references, cached ones included."""
+    num_cached: int
+    """Free blocks that the prefix cache can still find."""
+    cells: abc.Sequence[int]
+    """See FREE. Cell c of n is block `c * num_blocks // n`."""
+    holders: abc.Sequence[Holders]
+    """Each once."""
+    sequences: abc.Sequence[RunningSequence]
+    """The first MOST_SEQUENCES that run."""
+    num_running: int
+    num_waiting: int

@@ -21,10 +21,10 @@ from pagestream.v1.records_pb2 import (
     Pooling,
 )
 from pagestream.v1.records_pb2 import ChatShapes as ChatShapesMessage
-from pagestream_engine.features.pooling.config import IDENTITY, SIGMOID, SOFTMAX, read_pooling
 from pagestream_engine.models.chat_template import folder_template as _chat_template
 from pagestream_engine.models.chat_template import special_tokens
 from pagestream_engine.models.defaults import read_generation_config, sampling_defaults
+from pagestream_engine.models.pooling import IDENTITY, SIGMOID, SOFTMAX, read_pooling
 from pagestream_engine.models.tokenizer import tokenizer_json
 from pagestream_engine.wire.worker import ModelFacts
 from pagestream_grammars.output_formats.registry import BY_TEMPLATE, OutputParsers

@@ -25,8 +25,8 @@ from typing import Protocol, TypeVar, cast
 
 from pagestream_engine.engine import Engine
 from pagestream_engine.errors import EngineError, MessageError, ModelError, RankLost
-from pagestream_engine.kv_cache.inspection import BlockMap
 from pagestream_engine.request import SequenceOutput
+from pagestream_engine.stats import BlockMap
 from pagestream_engine.wire.codec import Frames
 from pagestream_engine.wire.worker import (
     COMMANDS,

@@ -48,7 +48,7 @@ from pagestream.v1.records_pb2 import (
     ReasoningMarks as ReasoningMessage,
 )
 from pagestream_engine.errors import InvalidRequest
-from pagestream_engine.features.pooling.config import IDENTITY, SIGMOID, SOFTMAX, probabilities_of, vector_of
+from pagestream_engine.models.pooling import IDENTITY, SIGMOID, SOFTMAX, probabilities_of, vector_of
 from pagestream_engine.request import Choice, SequenceOutput, TokenLogprob
 from pagestream_engine.sampling_params import (
     STATES_DTYPE,

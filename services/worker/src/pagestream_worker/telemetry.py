@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 
 from pagestream.v1.records_pb2 import BlockHolders, RunningSequence
 from pagestream.v1.records_pb2 import BlockMap as Record
-from pagestream_engine.kv_cache.inspection import BlockMap
 from pagestream_engine.request import choice_id
-from pagestream_engine.stats import EngineStats
+from pagestream_engine.stats import BlockMap, EngineStats
 from pagestream_engine.wire.worker import Figures, request_id_of
 from pagestream_streams import EngineSession
 from pagestream_streams.tasks import Periodic, within

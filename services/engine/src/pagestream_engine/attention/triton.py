@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import pagestream_kernels as kernels
 import torch
 import triton
@@ -37,12 +38,13 @@ from pagestream_engine.attention.base import (
 )
 from pagestream_engine.attention.torch import DeterministicTorchOperators, TorchOperators
 from pagestream_engine.errors import ConfigError
-from pagestream_engine.plan import Int64Array
 from pagestream_engine.transfers import to_device
 
 FLOAT8_CAPABILITY = (8, 9)
 """Least compute capability of an NVIDIA GPU for which Triton compiles float8 of 4 and 3 bits. On AMD it has them all,
 by instructions or by integers."""
+
+Int64Array = npt.NDArray[np.int64]
 
 
 def make_backend(shapes: Sequence[CacheShape], device: torch.device, *, deterministic: bool) -> Backend:

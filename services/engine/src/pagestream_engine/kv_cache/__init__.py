@@ -2,7 +2,7 @@
 
 from pagestream_engine.kv_cache.block_pool import BlockPool, FreeList, make_eviction_order
 from pagestream_engine.kv_cache.host_tier import HostTier
-from pagestream_engine.kv_cache.inspection import CACHED, FREE, HELD, BlockMap, check_cache
+from pagestream_engine.kv_cache.inspection import check_cache
 from pagestream_engine.kv_cache.manager import BlockHasher, CachedPrefix, CacheManager
 from pagestream_engine.plan import (
     MAX_PADDING,
@@ -15,6 +15,7 @@ from pagestream_engine.plan import (
     full_attention,
     make_layout,
 )
+from pagestream_engine.stats import CACHED, FREE, HELD, BlockMap
 
 __all__ = [
     "CACHED",

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter, abc
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.kv_cache.block_pool import BlockPool
@@ -15,6 +13,17 @@ from pagestream_engine.kv_cache.host_tier import HostTier
 from pagestream_engine.kv_cache.manager import BlockHasher, CopyOnWrite
 from pagestream_engine.plan import NO_BLOCK, KVGroup, KVLayout
 from pagestream_engine.request import Sequence, SequenceState
+from pagestream_engine.stats import (
+    CACHED,
+    FREE,
+    HELD,
+    MOST_CELLS,
+    MOST_HOLDERS,
+    MOST_SEQUENCES,
+    BlockMap,
+    Holders,
+    RunningSequence,
+)
 
 
 def check_cache(
@@ -130,62 +139,6 @@ def _check_writers(layout: KVLayout, sequences: list[Sequence], shared: CopyOnWr
 def _require(holds: bool, contradiction: str) -> None:
     if not holds:
         raise InvariantViolation(contradiction)
-
-
-MOST_CELLS = 4096
-"""Of a map. A larger pool is sampled at equal distances."""
-MOST_SEQUENCES = 256
-"""Listed in a map."""
-MOST_HOLDERS = 8
-"""Listed for a block."""
-FREE, CACHED, HELD = 0, 1, 2
-"""A cell: of a free block without a hash, of a free block with one, and HELD + i of a block that `holders[i]` hold."""
-
-
-class Holders(NamedTuple):
-    """Who holds a referenced block."""
-
-    sequences: tuple[int, ...]
-    """Places in `BlockMap.sequences`, ascending: the first MOST_HOLDERS of those that are listed there."""
-    num_references: int
-    """Its reference count: block tables, listed or not, and copies of it that the next step makes."""
-
-
-class RunningSequence(NamedTuple):
-    """A sequence that is admitted."""
-
-    seq_id: str
-    tenant: str
-    num_prompt_tokens: int
-    num_tokens: int
-    """Prompt and output."""
-    num_computed_tokens: int
-    num_blocks: int
-    """Of all its tables; 0 while it waits for its leader."""
-
-    @property
-    def is_prefill(self) -> bool:
-        """Whether more than its next token is to be computed."""
-        return self.num_tokens - self.num_computed_tokens > 1
-
-
-@dataclass(frozen=True, slots=True)
-class BlockMap:
-    """The pool between two steps. Bounded: at most about 60 kB."""
-
-    num_blocks: int
-    num_free: int
-    """Blocks that nothing references, cached ones included."""
-    num_cached: int
-    """Free blocks that the prefix cache can still find."""
-    cells: abc.Sequence[int]
-    """See FREE. Cell c of n is block `c * num_blocks // n`."""
-    holders: abc.Sequence[Holders]
-    """Each once."""
-    sequences: abc.Sequence[RunningSequence]
-    """The first MOST_SEQUENCES that run."""
-    num_running: int
-    num_waiting: int
 
 
 def block_map(pool: BlockPool, running: Iterable[Sequence], *, num_running: int, num_waiting: int) -> BlockMap:

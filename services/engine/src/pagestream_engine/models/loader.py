@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from pagestream_engine.errors import DOWNLOAD_AGAIN, InvariantViolation, NativeBuildError, WeightsError
-from pagestream_engine.features.offload import OffloadedWeights, plan_offload
 from pagestream_engine.layers.linear import (
     Linear,
     LinearMethod,
@@ -52,6 +51,7 @@ from pagestream_engine.models.division.staging import part_names
 from pagestream_engine.models.folder import model_revision
 from pagestream_engine.models.model import Target
 from pagestream_engine.models.nested import text_tensors
+from pagestream_engine.models.offload import OffloadedWeights, plan_offload
 from pagestream_engine.models.quantised.scheme import Scheme
 from pagestream_engine.models.quantised.tensors import read_quantised
 from pagestream_engine.models.safetensors_file import Entry, FileCache, open_files, read_folder

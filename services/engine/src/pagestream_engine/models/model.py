@@ -16,9 +16,9 @@ from torch import Tensor
 
 from pagestream_engine.attention import AttentionSpec, Backend, StepContext
 from pagestream_engine.errors import InvariantViolation
-from pagestream_engine.features.offload import OffloadTarget
 from pagestream_engine.layers.linear import Linear
 from pagestream_engine.models.config import ModelInfo
+from pagestream_engine.models.offload import OffloadTarget
 from pagestream_engine.models.safetensors_file import Entry, read_folder
 from pagestream_engine.models.weights import WeightMap
 from pagestream_engine.parallel.ranks import ONE_RANK, Ranks

@@ -18,8 +18,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from pagestream_engine.attention import AttentionSpec, Backend, Rotation
 from pagestream_engine.errors import ConfigError, UnsupportedModel, UnsupportedOption
-from pagestream_engine.features.offload import plan_offload
-from pagestream_engine.features.pooling.config import CLASSIFIER, labels_of
 from pagestream_engine.layers.rope import Rope, cos_sin_table
 from pagestream_engine.models import families
 from pagestream_engine.models.config import ConfigFile, ModelInfo
@@ -28,6 +26,8 @@ from pagestream_engine.models.division import sharding, staging
 from pagestream_engine.models.loader import by_declared_names, load_parameters, stored_bytes
 from pagestream_engine.models.model import Model, ModelSource, Target
 from pagestream_engine.models.nested import text_tensors
+from pagestream_engine.models.offload import plan_offload
+from pagestream_engine.models.pooling import CLASSIFIER, labels_of
 from pagestream_engine.models.quantised.scheme import Scheme
 from pagestream_engine.models.safetensors_file import Entry
 from pagestream_engine.models.weights import SCORES, Parameters, TensorWeight, TiedWeight, WeightMap, check_shapes

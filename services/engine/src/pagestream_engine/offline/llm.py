@@ -16,8 +16,8 @@ from pagestream_engine.config import EngineConfig
 from pagestream_engine.engine import Engine
 from pagestream_engine.errors import InvalidRequest
 from pagestream_engine.executor.base import RunnerFactory, make_model_runner
-from pagestream_engine.features.pooling.config import PoolingConfig, read_pooling
 from pagestream_engine.models.defaults import read_generation_config, sampling_defaults
+from pagestream_engine.models.pooling import PoolingConfig, read_pooling
 from pagestream_engine.offline import pooling
 from pagestream_engine.offline.llm_engine import LLMEngine, Metric, metrics_of
 from pagestream_engine.offline.options import VllmOptions, translate

@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from pagestream_engine.errors import InvalidRequest
-from pagestream_engine.features.pooling.config import IDENTITY, PoolingConfig, probabilities_of, vector_of
+from pagestream_engine.models.pooling import IDENTITY, PoolingConfig, probabilities_of, vector_of
 from pagestream_engine.offline.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,

@@ -34,7 +34,7 @@ from pagestream_engine.sampler import LogprobTensors, Sampled
 from pagestream_engine.transfers import Integers, PackedUpload, download, to_device, upload_to
 
 if TYPE_CHECKING:
-    from pagestream_engine.features.pooling.rows import PooledStates
+    from pagestream_engine.features.pooling import PooledStates
     from pagestream_engine.runner.prompts import Reported, ReportedPrompts
 
 _NO_TOKENS = np.empty(0, np.int32)

@@ -22,8 +22,8 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError, ModelTooLarge, UnsupportedOption
-from pagestream_engine.features.offload import Copier, CudaCopier, OffloadTarget
 from pagestream_engine.models.model import ModelSource
+from pagestream_engine.models.offload import Copier, CudaCopier, OffloadTarget
 from pagestream_engine.plan import BlockEdits, Int32Array, KVLayout, NewSequence, PendingResult, StepPlan
 from pagestream_engine.runner.prompts import MAX_PIECE_BYTES
 from pagestream_engine.sampler.logprobs import num_rows_within

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagestream_engine.features.pooling.rows import PooledPart, PooledRows, PooledStates
+from pagestream_engine.features.pooling import PooledPart, PooledRows, PooledStates
 from pagestream_engine.models.model import Model
 from pagestream_engine.plan import Int32Array, Int64Array, NewSequence, StepPlan
 from pagestream_engine.runner.batch import sample_places

@@ -18,13 +18,13 @@ from pagestream_engine.errors import ConfigError, OutOfMemory, is_out_of_memory
 from pagestream_engine.features.grammar.compiler import GrammarCompiler
 from pagestream_engine.features.grammar.sampling import ConstrainedSampling
 from pagestream_engine.features.lora.pool import attach_adapters
-from pagestream_engine.features.offload import Copier, MovedTensors, moved_tensors
 from pagestream_engine.features.speculation.draft_model import TargetBlocks, load_draft, open_draft
 from pagestream_engine.features.speculation.drafts import Drafts
 from pagestream_engine.features.speculation.speculation import make_speculation
 from pagestream_engine.features.speculation.verify import verify
 from pagestream_engine.models.config import DTYPES, ModelInfo
 from pagestream_engine.models.model import Target
+from pagestream_engine.models.offload import Copier, MovedTensors, moved_tensors
 from pagestream_engine.models.registry import open_model
 from pagestream_engine.parallel.stages import open_group
 from pagestream_engine.plan import HostMemory, PendingResult, StepPlan

@@ -16,11 +16,10 @@ import msgspec
 
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import MessageError
-from pagestream_engine.kv_cache.inspection import BlockMap
 from pagestream_engine.plan import KVLayout
 from pagestream_engine.request import Choice, SequenceOutput
 from pagestream_engine.sampling_params import SamplingParams
-from pagestream_engine.stats import EngineStats
+from pagestream_engine.stats import BlockMap, EngineStats
 from pagestream_engine.wire.codec import Codec
 
 if TYPE_CHECKING:
