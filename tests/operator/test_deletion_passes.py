@@ -297,6 +297,24 @@ async def test_a_deletion_that_is_overdue_ends(shows: bool, limit_s: int) -> Non
     assert not has_finalizer(passes)
 
 
+async def test_models_that_stay_listed_are_named_before_the_finalizer_goes() -> None:
+    """An operator that dies in between leaves no pool to name them by."""
+    passes = await published()
+    sweep = finalizers(passes).sweep
+    delete(passes)
+    await sweep()
+    passes.now_s += LIMIT_S + 121
+    passes.client.fault = lambda verb, kind, _: ApiUnavailable("gone") if (verb, kind) == ("patch", POOL) else None
+    for _ in range(2):
+        await sweep()
+        assert has_finalizer(passes)
+        assert "pagestream models rm demo" in notes(passes)["UnpublishFailed"]
+    passes.client.fault = lambda *_: None
+    await sweep()
+    assert not has_finalizer(passes)
+    assert reasons(passes).count("UnpublishFailed") == 1
+
+
 async def test_a_pool_that_is_served_keeps_its_finalizer_and_a_former_one_loses_it() -> None:
     passes = await published()
     await finalizers(passes).sweep()

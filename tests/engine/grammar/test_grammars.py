@@ -23,6 +23,7 @@ from pagestream_engine import (
     SequenceOutput,
     StructuredOutputsParams,
 )
+from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.features.grammar.compiler import Allowed, GrammarCompiler, Reply
 from pagestream_engine.features.grammar.matcher import GrammarWalk, Phase, ReasoningGate
 from pagestream_engine.plan import PreparedGrammar
@@ -316,6 +317,18 @@ def test_a_rank_waits_for_the_masks_that_the_first_one_has(
     outputs = run_until(loaded, "late", 30)["late"]
     assert [1.0] in asked, "no mask was late here"
     assert re.fullmatch("a[bc]{7}", "".join(output.text for output in outputs))
+
+
+def test_a_rank_that_stays_behind_the_first_one_fails_its_step(
+    slow_masks: Callable[[str], threading.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = LLM(DEMO_MODEL, num_gpu_blocks_override=64, device="cpu").engine  # it has ended after this
+    slow_masks("a[bd]{7}")
+    monkeypatch.setattr("pagestream_engine.features.grammar.sampling._BEHIND_LIMIT_S", 0.05)
+    monkeypatch.setattr(engine._steps.executor._runner._sampling, "_agree", lambda numbers: [0.0] * len(numbers))
+    engine.add_request("late", [5, 6], in_grammar("a[bd]{7}"))
+    with pytest.raises(InvariantViolation, match=r"first rank has are not computed here within 0\.05 s"):
+        run_until(engine, "late", 30)
 
 
 def test_masks_that_take_long_again_and_again_end_their_request(

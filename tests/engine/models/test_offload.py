@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from pagestream_engine import ConfigError, Engine, EngineConfig, SamplingParams, UnsupportedOption, size_model
-from pagestream_engine.features import offload
 from pagestream_engine.layers import Linear
 from pagestream_engine.layers.linear import PlainMethod
+from pagestream_engine.models import offload
 from pagestream_engine.models.config import ConfigFile
 from pagestream_engine.models.offload import NUM_BUFFERS, MovedTensors, OffloadPlan, Wait, plan_offload, tensors_of
 from pagestream_engine.models.registry import find_family

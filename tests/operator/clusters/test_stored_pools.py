@@ -30,6 +30,9 @@ ODD = {
 SILENT = {"Foreground": "silent", "Orphan": "orphan"}
 """Odd pools that have published nothing, by how they are deleted: the operator has no finalizer there."""
 
+BARE = {"bare": "Succeeded", "stuck": "Failed"}
+"""Odd pools that have published their models, and have lost the finalizer since, by how their Jobs' pods end."""
+
 
 def loosened(schema: Any) -> Any:
     """A schema without what could have been added to it since."""
@@ -55,21 +58,23 @@ def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
 
 @pytest.fixture(scope="module")
 def stored(kube: ControlPlane) -> PoolWorld:
-    """The definition of today, and pools: some that have published their models, three of them odd, and odd ones that
-    have published nothing.
+    """The definition of today, and pools: some that have published their models, some of them odd or without their
+    finalizer, and odd ones that have published nothing.
     """
     world = PoolWorld(kube, "stored")
     with running_operator(kube, "stored"):
-        for name in (*ODD, "good"):
+        for name in (*ODD, *BARE, "good"):
             world.create(name, minReplicas=1)
             world.make_ready(name)
             eventually(partial(_card_of, world, name), f"the card of {name}")
         for name in SILENT.values():
             world.create(name, minReplicas=1)
             world.wait_condition("Ready", "NoEngine", name)
-    odd = {**ODD, **dict.fromkeys(SILENT.values(), ODD["quantity"])}
+    odd = {**ODD, **dict.fromkeys((*SILENT.values(), *BARE), ODD["quantity"])}
     for name, spec in odd.items():
         world.change(spec, name)
+    for name in BARE:
+        world.kube.merge(world.path("enginepools", name), {"metadata": {"finalizers": None}})
     path = f"{DEFINITIONS}/{STRICT['metadata']['name']}"
     version = kube.get(path)["metadata"]["resourceVersion"]
     kube.request("PUT", path, {**STRICT, "metadata": {**STRICT["metadata"], "resourceVersion": version}})
@@ -121,6 +126,22 @@ def test_they_are_deleted_like_others(
     assert [event["regarding"]["name"] for event in drained].count(name) == 1
 
 
+@pytest.mark.parametrize("name", BARE)
+def test_one_without_its_finalizer_is_unpublished_once_it_is_gone(
+    operator: OperatorProcess, stored: PoolWorld, name: str
+) -> None:
+    """The server refuses to add it, and takes the pool away at once: that is said, and a Job of no owner follows."""
+    eventually(lambda: name in _named(stored, "ChangeRefused"), "an event that the finalizer can't be added")
+    stored.kube.delete(stored.path("enginepools", name), propagationPolicy="Background")
+    eventually(lambda: not _exists(stored, name), f"{name} is gone")
+    eventually(lambda: name in _named(stored, "FinalizerMissing"), "an event that it had no finalizer")
+    eventually(lambda: _has_ended(stored, name), f"the Job of {name}")
+    stored.end_job(f"{name}-unpublish", BARE[name], exit_code=0 if BARE[name] == "Succeeded" else 3)
+    ending, other = ("Unpublished", "UnpublishFailed")[:: 1 if BARE[name] == "Succeeded" else -1]
+    eventually(lambda: name in _named(stored, ending), f"an event {ending}")
+    assert name not in _named(stored, other)
+
+
 @pytest.mark.parametrize("propagation", SILENT)
 def test_garbage_collection_can_remove_its_finalizer(
     operator: OperatorProcess, stored: PoolWorld, propagation: str
@@ -141,6 +162,12 @@ def test_a_release_that_is_uninstalled_leaves_none(stored: PoolWorld) -> None:
     assert _exists(stored, "percent")
     run_tool(sys.executable, "-m", "pagestream_operator", *arguments, environment=environment)
     assert not any(_exists(stored, name) for name in (*ODD, "good"))
+
+
+def _named(world: PoolWorld, reason: str) -> list[str]:
+    """The pools that events with a reason are about."""
+    events = world.kube.get(world.path("events"))["items"]
+    return [event["regarding"]["name"] for event in events if event["reason"] == reason]
 
 
 def _exists(world: PoolWorld, name: str) -> bool:

@@ -235,6 +235,8 @@ class Finalizers:
     clock: Callable[[], float] = time.monotonic
     _deleted: dict[str, float] = field(default_factory=dict)
     """When pools were first seen being deleted, by their uids."""
+    _reported: set[str] = field(default_factory=set)
+    """Uids of deleted pools whose models an event has named: the removal is tried again without another one."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Sweep every `_SWEEP_S` as leader, until `stop` is set."""
@@ -263,6 +265,7 @@ class Finalizers:
         found = await self._list()
         uids = {nested(body, "metadata", "uid") for body in found}
         self._deleted = {uid: since for uid, since in self._deleted.items() if uid in uids}
+        self._reported &= uids
         for body in found:
             if not _has_finalizer(body) or not is_claimed(body, self.release):
                 continue
@@ -323,11 +326,14 @@ class Finalizers:
         why = await self._reason(body)
         if not why:
             return
+        uid = body["metadata"]["uid"]
+        if body["metadata"].get("deletionTimestamp") is not None and uid not in self._reported:
+            # First: once the finalizer is gone, so is the pool, and an operator that starts anew knows of none.
+            await report_left(self.recorder, self.store, self.release, body, why)
+            self._reported.add(uid)
         async with self.leadership.act():
             await remove_finalizer(self.client, body)
         logger.warning("removed the finalizer, since %s", why, extra={"pool": _name(body)})
-        if body["metadata"].get("deletionTimestamp") is not None:
-            await report_left(self.recorder, self.store, self.release, body, why)
 
     async def _reason(self, body: Object) -> str:
         """Why a pool must lose the finalizer; empty: it is to keep it."""
