@@ -161,7 +161,7 @@ class SamplingParams(SamplingFields):
     def for_child(self, seed: int, child: int) -> SamplingParams:
         """The parameters of choice `child` of a request whose noise starts from `seed`; with `best_of` those
         of all choices that take part."""
-        if self.has_best_of:
+        if self.best_of is not None and self.has_best_of:
             return self._with(n=1).with_seed(seed)
         beam_width = self.width if self.use_beam_search else None
         return self._with(n=1, best_of=None, beam_width=beam_width).with_seed(child_seed(seed, child))

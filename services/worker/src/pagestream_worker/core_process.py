@@ -444,7 +444,8 @@ class StepLoop:
         self._gpu.start()
         try:
             while self._execute_commands():
-                self._add_on()
+                if self._adding:
+                    self._add_on()
                 self._step()
         finally:
             self._gpu.stop()

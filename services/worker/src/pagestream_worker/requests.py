@@ -699,7 +699,8 @@ def sampling_of_child(params: SamplingParams, child: int) -> SamplingParams:
     """
     if params.pooling is not None:
         return params
-    if params.has_best_of:  # All choices of a prompt have its seed, from which those that take part get theirs.
+    # All choices of a prompt have its seed, from which those that take part get theirs.
+    if params.best_of is not None and params.has_best_of:
         child -= child % params.n
     return params.for_child(child_seed(params.seed or 0, child), 0)
 

@@ -117,7 +117,8 @@ class NativeExperts(ExpertLinears):
 
     def _multiply(self, x: Tensor, routing: Routing, activation: Activation | None) -> Tensor:
         method = self._method
-        method.check_inputs(x)
+        if x.dtype != method.dtype or x.shape[1] != method.shape[1]:
+            raise method.misfit(x)
         x = x.contiguous() if self._orders is None else x.gather(1, self._orders[routing.experts])
         if isinstance(method, NativeQuantisedMethod):
             return method.kernels.multiply_groups(x, self._group, routing.ends, method.layout, activation)

@@ -100,13 +100,11 @@ class LinearMethod(ABC):
         self.num_bytes = weight.numel() * weight.itemsize
         """Bytes of the weight, as stored."""
 
-    def check_inputs(self, x: Tensor) -> None:
-        """Raise InvariantViolation for inputs of another size or dtype: kernels read memory by these."""
-        if x.dtype != self.dtype or x.shape[1] != self.shape[1]:
-            raise InvariantViolation(
-                f"linear: given inputs of {tuple(x.shape)} in {x.dtype}, "
-                f"expected (rows, {self.shape[1]}) in {self.dtype}"
-            )
+    def misfit(self, x: Tensor) -> InvariantViolation:
+        """Return what says that inputs have another size or dtype, by which kernels read memory."""
+        return InvariantViolation(
+            f"linear: given inputs of {tuple(x.shape)} in {x.dtype}, expected (rows, {self.shape[1]}) in {self.dtype}"
+        )
 
     @abstractmethod
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -384,7 +382,8 @@ class NativeMethod(LinearMethod):
         return self._multiply(x, bias, activation)
 
     def _multiply(self, x: Tensor, bias: Tensor | None, activation: Activation | None) -> Tensor:
-        self.check_inputs(x)
+        if x.dtype != self.dtype or x.shape[1] != self.shape[1]:
+            raise self.misfit(x)
         x = x.contiguous()
         return self.kernels.multiply(x, self._weight, self.packed, bias, self.shape[0], activation=activation)
 

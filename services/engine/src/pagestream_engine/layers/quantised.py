@@ -322,7 +322,8 @@ class QuantisedMethod(LinearMethod):
 
     def _inputs(self, x: Tensor) -> Tensor:
         """(rows, in features), contiguous, in the order of the weight's columns."""
-        self.check_inputs(x)
+        if x.dtype != self.dtype or x.shape[1] != self.shape[1]:
+            raise self.misfit(x)
         return x.contiguous() if self.order is None else x.index_select(1, self.order)
 
 

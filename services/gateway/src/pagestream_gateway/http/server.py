@@ -166,7 +166,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """End an answer; the header that came in part meanwhile is waited for from now on."""
         super().on_response_complete()
-        if not self.transport.is_closing():
+        if self._unfinished_bytes and not self.transport.is_closing():
             self._time_header()
 
     # -- what the parser calls; an error that one of these raises ends the parsing
@@ -273,7 +273,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _time_header(self) -> None:
         """Limit the time of a header that has begun, once no answer is being written: the next request may wait."""
         is_answering = self.cycle is not None and not self.cycle.response_complete
-        if self._unfinished_bytes and not (self._in_body or is_answering) and self._timer is None:
+        if not (self._in_body or is_answering) and self._timer is None:
             self._start_timer(self._limits.settings.header_timeout_s)
 
     def _start_timer(self, seconds: float) -> None:
