@@ -444,7 +444,7 @@ class StepLoop:
         self._gpu.start()
         try:
             while self._execute_commands():
-                if self._adding:
+                if self._adding or self._replaying:
                     self._add_on()
                 self._step()
         finally:

@@ -217,7 +217,7 @@ class ActiveRequests:
             len(group.prompt_token_ids),
             [(choice.seq_id, len(choice.output_token_ids)) for choice in choices],
             priority=group.priority,
-            num_at_end=params.width if params.use_beam_search or params.has_best_of else 0,
+            num_at_end=params.width if params.use_beam_search or (params.best_of and params.has_best_of) else 0,
             is_search=params.use_beam_search,
         )
         for choice in choices:
