@@ -11,7 +11,7 @@ from pagestream.v1.records_pb2 import RequestSpec
 from pagestream_streams.errors import Unavailable
 from pagestream_streams.rates import Rate
 from pagestream_telemetry import catalog
-from pagestream_telemetry.instruments import Registry
+from pagestream_telemetry.instruments import Distribution, Registry
 from pagestream_telemetry.tracing import Span, SpanKind, TraceContext, Tracer, caller_context, set_trace
 
 from pagestream_gateway.auth.audit import Audit
@@ -79,6 +79,8 @@ class Call:
         self._first_at = 0.0
         self._last_at = 0.0
         self._tokens = 0
+        self._between: Distribution | None = None
+        """Where the times between its tokens go; None before the first."""
         self._first_count = 0
         self._is_open = True
         self.rates: Sequence[Rate] = ()
@@ -138,8 +140,8 @@ class Call:
         if not number:
             return
         now = time.perf_counter()
-        if self._tokens:
-            self._metrics.between_tokens.series(self._model).record(now - self._last_at)
+        if self._between is not None:
+            self._between.record(now - self._last_at)
         else:
             self._begin_tokens(now, number)
         self._last_at = now
@@ -178,6 +180,7 @@ class Call:
 
     def _begin_tokens(self, now: float, number: int) -> None:
         self._first_at, self._first_count = now, number
+        self._between = self._metrics.between_tokens.series(self._model)
         if self._span is not None:
             self._span.event("first_token")
         if self._operation != RESUME:

@@ -122,6 +122,7 @@ def _bare_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # `calls.py` has them
     )
     settings = gateway.settings.gateway
     hosts = own_hosts(settings, address, asks_for_credentials=asks_for_credentials)

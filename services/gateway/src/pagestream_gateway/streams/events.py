@@ -493,7 +493,8 @@ class LogAnswer(Response):
         self._request_id = reading.spec.request_id
         self._position = reading.start
         self._writer = reading.writer
-        self._last_send_s = asyncio.get_running_loop().time()
+        self._time = asyncio.get_running_loop().time
+        self._last_send_s = self._time()
         self._unserved_due_s = self._last_send_s + gateway.settings.stream.unserved_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -588,7 +589,7 @@ class LogAnswer(Response):
                 return
 
     def _restart_silence(self) -> None:
-        self._last_send_s = asyncio.get_running_loop().time()
+        self._last_send_s = self._time()
 
     def _advance(self, run: Run) -> None:
         self._position = position_after(run)

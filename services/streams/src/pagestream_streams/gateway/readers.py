@@ -497,9 +497,10 @@ class Poller:
         """Ask for the logs of the reads that have waited for settings.poll_ms."""
         limit = time.monotonic() - self._settings.poll_ms / 1000
         by_partition: defaultdict[Partition, list[LogRead]] = defaultdict(list)
-        for read in self._reads:
-            if read.waiting_since is not None and read.waiting_since < limit:
-                by_partition[read.where].append(read)
+        for reads in self._reads.by_request.values():
+            for read in reads:
+                if read.waiting_since is not None and read.waiting_since < limit:
+                    by_partition[read.where].append(read)
         calls = [Call(POLL, where.prefix, [each.request_id for each in reads]) for where, reads in by_partition.items()]
         try:
             replies = await self._connection.run_each(calls, self._limit_s)
