@@ -295,15 +295,11 @@ class HalfATopology:
         return [5, 0] * (len(command) - 5)
 
 
-async def refuse(*_: object) -> None:
-    raise Unavailable("nothing is accepted here")
-
-
 @contextmanager
 def readers_of(topology: HalfATopology, settings: StreamsSettings = SETTINGS) -> Iterator[Readers]:
     connection = Connection("redis://127.0.0.1:1", settings, cast(Any, topology))
     broker = SimpleNamespace(settings=settings, connection=connection)
-    yield Readers(cast(Broker, broker), "gateway:1", refuse)
+    yield Readers(cast(Broker, broker), "gateway:1")
 
 
 def joined(readers: Readers, where: Partition, request_id: str) -> LogRead:
