@@ -105,7 +105,7 @@ class SingleServer:
     async def _pipeline(self, commands: Sequence[Command]) -> list[Any]:
         """As redis-py's pipeline, without its lock, records and events, which take longer than all else."""
         pool = self._redis.connection_pool
-        connection = pool.get_available_connection()
+        connection: Any = pool.get_available_connection()  # type: ignore[no-untyped-call]
         try:
             await pool.ensure_connection(connection)
             await connection.send_packed_command(connection.pack_commands(commands))
