@@ -457,15 +457,16 @@ struct QuantisedProduct : Product<T> {
       if (HAS_TABLE<S>) std::memcpy(const_cast<float*>(panel.table), table, TABLE_SIZE * sizeof(float));
       if (S == NVFP4) std::memcpy(const_cast<float*>(panel.factors), factors + first, count * sizeof(float));
       uint8_t* pairs = const_cast<uint8_t*>(panel.pairs);
-      for (int64_t output = 0; output < count; ++output)
-        for (int64_t i = 0; i < inputs; ++i) {
-          const uint8_t value = values[(first + output) * inputs + i];
-          uint8_t* pair = pairs + i / 2 * PAIR_BYTES<S> + output * OUTPUT_BYTES<S>;
-          if (HAS_4_BITS<S>)
-            *pair |= value << i % 2 * 4;
-          else
-            pair[i % 2 * (INTERLEAVES<S> ? 1 : WIDE_PANEL)] = value;
-        }
+      for (int64_t begin = 0; begin < inputs; begin += LINE_BYTES)  // a line of each output, into what L1 keeps
+        for (int64_t output = 0; output < count; ++output)
+          for (int64_t i = begin; i < std::min(begin + LINE_BYTES, inputs); ++i) {
+            const uint8_t value = values[(first + output) * inputs + i];
+            uint8_t* pair = pairs + i / 2 * PAIR_BYTES<S> + output * OUTPUT_BYTES<S>;
+            if (HAS_4_BITS<S>)
+              *pair |= value << i % 2 * 4;
+            else
+              pair[i % 2 * (INTERLEAVES<S> ? 1 : WIDE_PANEL)] = value;
+          }
     }
   }
 };
