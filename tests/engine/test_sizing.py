@@ -21,6 +21,7 @@ from pagestream_engine import (
 )
 from safetensors import safe_open
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder
+from support.engines.published import published, write_small
 
 ROOT = Path(__file__).parents[2]
 DEMO_MODEL = ROOT / "deploy" / "demo-model" / "model"
@@ -86,6 +87,33 @@ def test_a_checkpoint_and_its_engine_have_what_was_counted(kv_cache_dtype: str) 
     assert pool_bytes == 64 * sized.block_bytes
     with safe_open(str(DEMO_MODEL / "model.safetensors"), framework="pt") as tensors:
         assert sized.num_parameters == sum(tensors.get_tensor(name).numel() for name in tensors.keys())  # noqa: SIM118
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", {"quantization": "int8", "kv_cache_dtype": "fp8"}),
+        ("RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8", {}),
+        ("RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w4a16", {"dtype": "float32"}),
+        ("hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4", {}),  # float16, whose values have a byte each
+        ("hugging-quants/Meta-Llama-3.1-8B-Instruct-GPTQ-INT4", {}),  # the same, with an order of inputs
+        ("unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit", {}),
+        ("Qwen/Qwen3-30B-A3B-FP8", {}),
+        ("nvidia/Qwen3-235B-A22B-NVFP4", {}),
+        ("google/gemma-3-1b-it", {}),
+    ],
+)
+def test_what_is_counted_of_each_form_is_what_an_engine_holds(
+    tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    """Panels are padded, and a small tied head is copied: within a percent."""
+    folder, _ = write_small(published()[name], tmp_path)
+    config = EngineConfig.from_options({"device": "cpu", "num_gpu_blocks_override": 8, "block_size": 16, **options})
+    sized, engine = size_model(folder, config), Engine(folder, config)
+    held = engine.memory_bytes()
+    engine.close()
+    assert held["kv_pool"] == 8 * sized.block_bytes
+    assert sized.weight_bytes == pytest.approx(held["model"], rel=0.01)
 
 
 def test_more_memory_and_shorter_sequences_hold_more(sized: Sized) -> None:

@@ -147,7 +147,9 @@ def size_config(file: ConfigFile, config: EngineConfig) -> ModelSize:
     scheme = Scheme.read(file)
     if scheme is not None:
         scheme.check_options(config.model.quantization, offloads=config.model.cpu_offload_gb > 0)
-    weight_bytes, host_weight_bytes = stored_bytes(weights, dtype, config.model.quantization, scheme), 0
+    on_cpu = config.model.device == "cpu"
+    weight_bytes = stored_bytes(weights, dtype, config.model.quantization, scheme, on_cpu=on_cpu)
+    host_weight_bytes = 0
     if config.model.cpu_offload_gb:
         plan = plan_offload(weights, dtype, int(config.model.cpu_offload_gb * 2**30), pinned=True)
         weight_bytes, host_weight_bytes = weight_bytes - plan.freed_bytes, plan.weight_bytes

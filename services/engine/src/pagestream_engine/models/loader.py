@@ -453,17 +453,27 @@ _SCALE_BYTES = 4
 """Of an output, or a group of its inputs."""
 
 
-def stored_bytes(weights: WeightMap, dtype: torch.dtype, quantization: str | None, scheme: Scheme | None = None) -> int:
+def stored_bytes(
+    weights: WeightMap,
+    dtype: torch.dtype,
+    quantization: str | None,
+    scheme: Scheme | None = None,
+    *,
+    on_cpu: bool = False,
+) -> int:
     """Return the bytes of all parameters; a tied one counts once.
 
     Of a quantised checkpoint all linears but head and routers are counted as quantised, as its tools leave them.
 
     Args:
         quantization: `ModelConfig.quantization`.
+        on_cpu: whether they lie in a CPU's memory, whose kernels read values of 4 bits; others have a byte each.
     """
     if scheme is not None:
+        is_packed = on_cpu and dtype in _PACKED_DTYPES
         return sum(
-            _checkpoint_bytes(weight, dtype, scheme if name != "head" else None) for name, weight in weights.items()
+            _checkpoint_bytes(weight, dtype, scheme if name != "head" else None, is_packed=is_packed)
+            for name, weight in weights.items()
         )
     return sum(_bytes_of(weight, dtype, quantization) for weight in weights.values())
 
@@ -477,12 +487,24 @@ def num_elements(weight: Weight) -> int:
     return 0
 
 
-def _checkpoint_bytes(weight: Weight, dtype: torch.dtype, scheme: Scheme | None) -> int:
+_PACKED_DTYPES = (torch.float32, torch.bfloat16)
+"""Of models whose quantised weights a CPU's kernels read."""
+_TABLE_BYTES = 2
+"""Of an output: a panel of 32 has a table of 16 numbers in float32."""
+_FACTOR_BYTES = 4
+_ORDER_BYTES = 8
+
+
+def _checkpoint_bytes(weight: Weight, dtype: torch.dtype, scheme: Scheme | None, *, is_packed: bool) -> int:
+    """Return the bytes of a parameter of a quantised checkpoint; a plain one where `scheme` is None."""
     if scheme is None or not isinstance(weight, LinearWeight) or weight.is_sensitive:
         return num_elements(weight) * dtype.itemsize
-    groups = ceil(weight.in_features / (scheme.group_size or weight.in_features))
-    of_group = scheme.scale_bytes + scheme.has_zeros
-    return weight.num_rows * (weight.in_features * scheme.bits // 8 + groups * of_group + weight.bias * dtype.itemsize)
+    inputs = weight.in_features
+    of_values = inputs * scheme.bits // 8 if is_packed else inputs
+    of_groups = ceil(inputs / (scheme.group_size or inputs)) * (scheme.scale_bytes + scheme.has_zeros)
+    of_output = of_values + of_groups + weight.bias * dtype.itemsize
+    of_output += _TABLE_BYTES * (scheme.has_table and is_packed) + _FACTOR_BYTES * scheme.has_factors
+    return weight.num_rows * of_output + _ORDER_BYTES * inputs * scheme.has_order
 
 
 def _bytes_of(weight: Weight, dtype: torch.dtype, quantization: str | None) -> int:

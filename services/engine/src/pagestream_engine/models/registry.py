@@ -207,7 +207,8 @@ class FamilySource(ModelSource):
         is_alone_on_a_gpu = is_divided and target.device.type == "cuda"
         if target.quantization is None and not is_alone_on_a_gpu:  # ranks on a CPU share its memory
             return super().weight_bytes(target)
-        return stored_bytes(weights, target.dtype, target.quantization, self._scheme)
+        on_cpu = target.device.type == "cpu"
+        return stored_bytes(weights, target.dtype, target.quantization, self._scheme, on_cpu=on_cpu)
 
     def check_files(self) -> None:
         entries = self.tensors()

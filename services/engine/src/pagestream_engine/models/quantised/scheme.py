@@ -41,6 +41,12 @@ class Scheme:
     """Of a group's scale as it is kept; a zero has one more."""
     has_zeros: bool = False
     """Whether groups have zeros as they are kept."""
+    has_table: bool = False
+    """Whether values are places in a table."""
+    has_factors: bool = False
+    """Whether scales of an output have a factor."""
+    has_order: bool = False
+    """Whether each weight has an order of its inputs."""
 
     @classmethod
     def read(cls, file: ConfigFile) -> Scheme | None:
@@ -113,7 +119,7 @@ def _weights_of(name: str, group: Any, default_format: Any) -> Scheme:
         raise _refusal(f"{place}.output_activations", "some", "null")
     if form == _NVFP4:
         _expect(weights, "group_size", (_NVFP4_GROUP,), place)
-        return Scheme("compressed-tensors", 4, _NVFP4_GROUP, scale_bytes=1)
+        return Scheme("compressed-tensors", 4, _NVFP4_GROUP, scale_bytes=1, has_table=True, has_factors=True)
     if weights["strategy"] == "block":
         _expect(weights, "num_bits", (8,), place)
         rows, columns = _block(f"{place}.weights.block_structure", weights.get("block_structure"))
@@ -154,7 +160,7 @@ def _modelopt(given: Mapping[str, Any]) -> Scheme:
     if given["quant_algo"] == "NVFP4":
         _expect({"group_size": given.get("group_size", _NVFP4_GROUP)}, "group_size", (_NVFP4_GROUP,))
         _warn_of_activations("4-bit float", bits=4)
-        return Scheme("modelopt", 4, _NVFP4_GROUP, scale_bytes=1)
+        return Scheme("modelopt", 4, _NVFP4_GROUP, scale_bytes=1, has_table=True, has_factors=True)
     _warn_of_activations("float8")
     return Scheme("modelopt", 8)
 
@@ -167,11 +173,11 @@ def _bitsandbytes(given: Mapping[str, Any]) -> Scheme:
         _warn_of_activations("8-bit int")
         return Scheme("bitsandbytes", 8)
     _expect(given, "bnb_4bit_quant_storage", (None, "uint8"))
-    return Scheme("bitsandbytes", 4, 64)
+    return Scheme("bitsandbytes", 4, 64, has_table=True)
 
 
 def _mxfp4(_: Mapping[str, Any]) -> Scheme:
-    return Scheme("mxfp4", 4, 32, scale_bytes=1)
+    return Scheme("mxfp4", 4, 32, scale_bytes=1, has_table=True)
 
 
 def _awq(given: Mapping[str, Any]) -> Scheme:
@@ -187,7 +193,9 @@ def _gptq(given: Mapping[str, Any]) -> Scheme:
     _expect(given, "dynamic", (None, {}))
     is_first = given.get("checkpoint_format") != "gptq_v2"
     bits, size = given["bits"], _group_size(given.get("group_size", 128))
-    return Scheme("gptq", bits, size, zeros_less_one=is_first, has_zeros=bits == 4)
+    return Scheme(
+        "gptq", bits, size, zeros_less_one=is_first, has_zeros=bits == 4, has_order=bool(given.get("desc_act"))
+    )
 
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
