@@ -300,6 +300,13 @@ def test_a_row_without_its_mask_can_be_aborted(loaded: Engine, slow_masks: Calla
     loaded.check_invariants()
 
 
+def agree_by(engine: Engine, agree: Callable[[Sequence[float]], Sequence[float]], patch: pytest.MonkeyPatch) -> None:
+    """Have an engine sample as a rank that is not the first one does, which `agree` gives the first one's numbers."""
+    engine.add_request("before", [5, 6], SamplingParams(max_tokens=1))  # the first plan of all makes the sampler anew
+    run_until(engine, "before", 1)
+    patch.setattr(engine._steps.executor._runner._sampling, "_agree", agree)
+
+
 def test_a_rank_waits_for_the_masks_that_the_first_one_has(
     loaded: Engine, slow_masks: Callable[[str], threading.Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,7 +319,7 @@ def test_a_rank_waits_for_the_masks_that_the_first_one_has(
             threading.Timer(0.05, may_come.set).start()
         return [0.0] * len(numbers)
 
-    monkeypatch.setattr(loaded._steps.executor._runner._sampling, "_agree", first_has_all)
+    agree_by(loaded, first_has_all, monkeypatch)
     loaded.add_request("late", [5, 6], in_grammar("a[bc]{7}"))
     outputs = run_until(loaded, "late", 30)["late"]
     assert [1.0] in asked, "no mask was late here"
@@ -325,7 +332,7 @@ def test_a_rank_that_stays_behind_the_first_one_fails_its_step(
     engine = LLM(DEMO_MODEL, num_gpu_blocks_override=64, device="cpu").engine  # it has ended after this
     slow_masks("a[bd]{7}")
     monkeypatch.setattr("pagestream_engine.features.grammar.sampling._BEHIND_LIMIT_S", 0.05)
-    monkeypatch.setattr(engine._steps.executor._runner._sampling, "_agree", lambda numbers: [0.0] * len(numbers))
+    agree_by(engine, lambda numbers: [0.0] * len(numbers), monkeypatch)
     engine.add_request("late", [5, 6], in_grammar("a[bd]{7}"))
     with pytest.raises(InvariantViolation, match=r"first rank has are not computed here within 0\.05 s"):
         run_until(engine, "late", 30)
