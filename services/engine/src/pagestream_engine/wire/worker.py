@@ -504,9 +504,8 @@ def _are_alike(first: SamplingParams, second: SamplingParams) -> bool:
     the choices of a request share theirs, and a long one is not compared."""
     if first is second:
         return True
-    others = vars(second)
     return all(
-        name in _OWN or value is others[name] or (isinstance(value, _SCALARS) and value == others[name])
+        name in _OWN or value is (other := getattr(second, name)) or (isinstance(value, _SCALARS) and value == other)
         for name, value in vars(first).items()
     )
 
