@@ -199,8 +199,8 @@ def test_the_cheaper_way_is_chosen_by_what_was_measured() -> None:
     assert not cost.pays(2, 16)
 
 
-@pytest.mark.parametrize(("options", "expected"), [({}, 2), ({"prefill_spread_steps": 1}, 1)])
-def test_an_engine_on_a_cpu_spreads_prompts_by_itself(
+@pytest.mark.parametrize(("options", "expected"), [({"prefill_spread_steps": 4}, 2), ({}, 1)])
+def test_an_engine_spreads_prompts_where_it_is_told_to(
     model_of: Callable[..., Path], options: dict[str, int], expected: int
 ) -> None:
     engine = Engine(model_of("llama", max_position_embeddings=2048), EngineConfig.from_options(options))

@@ -20,7 +20,7 @@ class Harness:
         caching: bool = False,
         policy: SchedulingPolicy | None = None,
         itl_bound_ms: float | None = None,
-        spread_steps: int | None = None,
+        spread_steps: int = 1,
     ) -> None:
         self.cache = CacheManager(BlockPool(num_blocks), full_attention(BLOCK_SIZE), enable_prefix_caching=caching)
         config = SchedulerConfig(
@@ -595,9 +595,8 @@ def test_few_waiting_tokens_are_not_parted() -> None:
     assert harness.step() == [("1", 767), ("0", 1)]
 
 
-@pytest.mark.parametrize("spread_steps", [None, 1])
-def test_prompts_take_the_whole_budget_where_they_are_not_spread(spread_steps: int | None) -> None:
-    harness = Harness(budget=2048, num_blocks=1024, spread_steps=spread_steps)
+def test_prompts_take_the_whole_budget_where_they_are_not_spread() -> None:
+    harness = Harness(budget=2048, num_blocks=1024)
     harness.add(8)
     harness.step()
     harness.add(3000, first=1000)

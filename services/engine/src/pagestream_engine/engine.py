@@ -34,7 +34,6 @@ from pagestream_engine.plan import ScheduledStep, StepResult
 from pagestream_engine.preflight import check_options
 from pagestream_engine.request import Choice, Request, Sequence, SequenceOutput, SequenceState
 from pagestream_engine.sampling_params import SamplingParams
-from pagestream_engine.scheduler.budget import SPREAD_STEPS
 from pagestream_engine.scheduler.policies import make_policy
 from pagestream_engine.scheduler.scheduler import Scheduler, check_requests
 from pagestream_engine.stats import BlockMap, EngineStats
@@ -95,12 +94,8 @@ class Engine:
         tier = make_tier(self._pool, facts.host_memory, facts.kv_layout, config.scheduler)
         caching = config.cache.enable_prefix_caching
         self._cache = CacheManager(self._pool, facts.kv_layout, enable_prefix_caching=caching, tier=tier)
-        scheduling = config.scheduler
-        if scheduling.prefill_spread_steps is None:
-            num_spread_steps = SPREAD_STEPS if facts.device_type == "cpu" else 1
-            scheduling = replace(scheduling, prefill_spread_steps=num_spread_steps)
         self._scheduler = Scheduler(
-            scheduling, self._cache, policy, facts.num_speculative_tokens, adapters=config.adapters
+            config.scheduler, self._cache, policy, facts.num_speculative_tokens, adapters=config.adapters
         )
         is_async = config.executor.async_scheduling
         plans = PlanBuilder(config.scheduler.max_num_seqs, self._cache.layout)

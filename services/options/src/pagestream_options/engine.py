@@ -251,12 +251,12 @@ class SchedulerConfig:
         unit="milliseconds",
         pool=Pool(most=_MOST_MS),
     )
-    prefill_spread_steps: int | None = option(
-        None,
+    prefill_spread_steps: int = option(
+        1,
         """Steps over which the prompt tokens that wait are spread while sequences decode, 384 tokens each at least, so
-        that running streams do not wait for all of them at once. 1: as many as the budget holds. No effect under
-        itl_bound_ms. Unset: 4 where a model is served on a CPU, else 1.""",
-        "steps over which waiting prompts are spread while sequences decode (default: 4 on a CPU, else 1)",
+        that running streams do not wait for all of them at once; it costs throughput. 1: as many as the budget holds.
+        No effect under itl_bound_ms.""",
+        "steps over which waiting prompts are spread while sequences decode",
         metavar="STEPS",
         low=1,
         pool=Pool(most=1024),

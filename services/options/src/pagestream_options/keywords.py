@@ -30,7 +30,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_seqs: int
     max_num_batched_tokens: int
     itl_bound_ms: float | None
-    prefill_spread_steps: int | None
+    prefill_spread_steps: int
     mask_wait_ms: float
     scheduling_policy: str
     speculative_method: str | None

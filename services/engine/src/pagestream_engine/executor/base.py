@@ -79,16 +79,6 @@ class LaunchingRunner(Protocol):
 
 
 @runtime_checkable
-class PlacedRunner(Protocol):
-    """A runner that says where it computes."""
-
-    @property
-    def device_type(self) -> str:
-        """Return torch's name of the kind of device: cpu or cuda."""
-        ...
-
-
-@runtime_checkable
 class DeviceRunner(Protocol):
     """A runner that computes on one of several devices."""
 
@@ -263,7 +253,6 @@ def facts_of(runner: Runner, num_blocks: int) -> ExecutorFacts:
         has_grammars=isinstance(runner, GrammarRunner),
         pooled_size=runner.pooled_size if isinstance(runner, PoolingRunner) else 0,
         has_head=runner.has_head if isinstance(runner, PoolingRunner) else True,
-        device_type=runner.device_type if isinstance(runner, PlacedRunner) else "",
     )
 
 

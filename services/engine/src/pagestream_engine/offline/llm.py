@@ -68,7 +68,6 @@ class LLM:
         self, model: str | Path, *, make_runner: RunnerFactory = make_model_runner, **options: Unpack[VllmOptions]
     ) -> None:
         model, own = translate(model, options)
-        own.setdefault("prefill_spread_steps", 1)  # Nobody waits for single tokens here.
         self.engine = Engine(model, EngineConfig.from_options(own), make_runner=make_runner)
         self._num_requests = 0
 

@@ -200,11 +200,6 @@ class ModelRunner:
         return self._model.forward_gives_logits
 
     @property
-    def device_type(self) -> str:
-        """Torch's name of the kind of device."""
-        return self.device.type
-
-    @property
     def launches_ahead(self) -> bool:
         """Whether `execute` returns before the step is done."""
         return self.device.type == "cuda" and self._speculation is None  # Drafts follow from the tokens before them.

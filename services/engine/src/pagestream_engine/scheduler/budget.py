@@ -16,8 +16,6 @@ from typing import NamedTuple, Self
 from pagestream_engine.plan import ScheduledStep
 from pagestream_engine.scheduler.admission import ChunkBudget
 
-SPREAD_STEPS = 4
-"""Default of `prefill_spread_steps` on a CPU, by docs/benchmarks/prefill-spread.md."""
 LEAST_SPREAD_CHUNK = 384
 """Prompt tokens of a step at least, where as many wait; less than twice as many are not parted. Smaller chunks cost
 TTFT, as each step computes the decodes, too."""
@@ -27,7 +25,7 @@ def spread_chunk(num_waiting_tokens: int, num_steps: int) -> int:
     """Return the prompt tokens of a step beside decodes, where so many wait that are to be spread over `num_steps`.
 
     As each step's share is of what still waits then, a burst begins with large chunks, and where more prompts come than
-    decodes leave time for, chunks grow until they are what comes in a step: throughput does not depend on the spread.
+    decodes leave time for, chunks grow until they are what comes in a step.
     """
     num_steps = min(num_steps, num_waiting_tokens // LEAST_SPREAD_CHUNK)
     return -(-num_waiting_tokens // num_steps) if num_steps > 1 else max(LEAST_SPREAD_CHUNK, num_waiting_tokens)

@@ -99,7 +99,7 @@ class Scheduler:
         bound_ms = config.itl_bound_ms
         self.prefill_budget = None if bound_ms is None else PrefillBudget(bound_ms / 1000)
         """Sizes chunks by what steps take; None where inter-token latency has no bound."""
-        self._num_spread_steps = config.prefill_spread_steps or 1
+        self._num_spread_steps = config.prefill_spread_steps
         self.learners: list[Callable[[ScheduledStep, float], None]] = []
         """Want to know what each collected step has taken, in seconds."""
         if self.prefill_budget is not None:

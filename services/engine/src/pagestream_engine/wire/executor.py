@@ -74,8 +74,6 @@ class ExecutorFacts:
     """Seconds by part of the load: import (of torch and the runner), weights, cache, warm_up."""
     has_grammars: bool = False
     """Whether sequences may have a grammar."""
-    device_type: str = ""
-    """Torch's name of the kind of device: cpu or cuda; empty for a runner that computes nothing."""
 
 
 LOADING = -1
