@@ -109,7 +109,7 @@ def choice_indexes(choices: abc.Sequence[Choice]) -> list[int]:
 
 
 class Detokenizer(Protocol):
-    """Makes text of a sequence's tokens as they come; see `detokenizer.IncrementalDetokenizer`."""
+    """Makes text of a sequence's tokens as they come; see `output.IncrementalDetokenizer`."""
 
     def push(self, token_id: int) -> str:
         """The text that is certain with this token."""
@@ -121,7 +121,7 @@ class Detokenizer(Protocol):
 
 
 class StopMatcher(Protocol):
-    """Finds stop strings in that text; see `detokenizer.StopStringMatcher`."""
+    """Finds stop strings in that text; see `output.StopStringMatcher`."""
 
     def push(self, text: str) -> tuple[str, str | None]:
         """What may be shown with the next piece, and the stop string that ended it."""
