@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from pagestream_engine import (
     LLM,
     Engine,
+    InvariantViolation,
     ReasoningMarks,
     RequestFault,
     SamplingParams,
     SequenceOutput,
     StructuredOutputsParams,
 )
-from pagestream_engine.errors import InvariantViolation
 from pagestream_engine.features.grammar.compiler import Allowed, GrammarCompiler, Reply
 from pagestream_engine.features.grammar.matcher import GrammarWalk, Phase, ReasoningGate
 from pagestream_engine.plan import PreparedGrammar
