@@ -144,13 +144,13 @@ def measure_real(spreads: list[int], rounds: int) -> None:
 
     use_processor_time()
     torch.set_num_threads(1)
-    streams, count, *lengths = CLOSED["64 streams"]
+    streams, count, prompt, output = CLOSED["64 streams"]
     with tempfile.TemporaryDirectory() as name:
         folder = make_model(Path(name) / "model", "bfloat16", 2048)
         for number in range(rounds):
             for spread in sorted(spreads, reverse=bool(number % 2)):
                 engine = Engine(folder, EngineConfig.from_options({"prefill_spread_steps": spread}))
-                figures = serve_real(engine, [VirtualRequest(0.0, *lengths)] * (count // 2), streams)
+                figures = serve_real(engine, [VirtualRequest(0.0, prompt, output)] * (count // 2), streams)
                 cells = " | ".join(f"{value:,.0f}" for value in figures.values())
                 print(f"| real, processor time | 64 streams | {spread} | {cells} |", flush=True)
 
@@ -188,8 +188,8 @@ def main() -> None:
         return
     for machine, cost in COSTS.items():
         loads = {
-            name: ([VirtualRequest(0.0, *lengths)] * count, streams)
-            for name, (streams, count, *lengths) in CLOSED.items()
+            name: ([VirtualRequest(0.0, prompt, output)] * count, streams)
+            for name, (streams, count, prompt, output) in CLOSED.items()
         }
         for path in () if options.short else options.traces:
             loads[path.stem] = trace_requests(path, options.requests, cost, options.utilisation), 0
