@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
+from pagestream_engine.attention import Backend
 from pagestream_engine.config import EngineConfig
 from pagestream_engine.errors import ConfigError, ModelTooLarge, UnsupportedOption
-from pagestream_engine.models.model import ModelSource
+from pagestream_engine.models.model import Model, ModelSource, Target
 from pagestream_engine.models.offload import Copier, CudaCopier, OffloadTarget
 from pagestream_engine.plan import BlockEdits, Int32Array, KVLayout, NewSequence, PendingResult, StepPlan
 from pagestream_engine.runner.prompts import MAX_PIECE_BYTES
@@ -177,6 +178,13 @@ def offload_target(
             "cpu_offload_gb", given_gb, f"at most the {free / 2**30:.1f} GiB of host memory that are free"
         )
     return OffloadTarget(num_bytes, CudaCopier(device) if copier is None else copier)
+
+
+def load_model(source: ModelSource, target: Target, backend: Backend) -> Model:
+    """Load a model, and give back the memory that its weights were read and unpacked through."""
+    model = source.load(target, backend)
+    give_back_memory(target.device)
+    return model
 
 
 def give_back_memory(device: torch.device) -> None:

@@ -40,6 +40,7 @@ from pagestream_engine.runner.memory import (
     give_back_memory,
     gpu_pool_bytes,
     largest_gpu_use,
+    load_model,
     offload_target,
     warm_up_plans,
 )
@@ -117,7 +118,7 @@ class ModelRunner:
             )
             if self._backend.is_deterministic and not self._backend.attention.prefill_equals_decode:
                 self.kv_layout = replace(self.kv_layout, separates_outputs=True)
-            self._model = source.load(target, self._backend)
+            self._model = load_model(source, target, self._backend)
             check_model_allows(wanted, self._model)
             self.numerics = settle_numerics(self._model, self._backend, self.dtype, exact_linears=exact_linears)
             blocks = TargetBlocks(self.kv_layout, self._backend.store)
