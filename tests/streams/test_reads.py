@@ -14,8 +14,7 @@ from pagestream.v1.records_pb2 import LogEntry, LogSlice
 from pagestream_streams import Broker, DigestMismatch, StreamsSettings, Unavailable, scripts
 from pagestream_streams.connection import Call, Connection
 from pagestream_streams.gateway.readers import LogRead, OpenReads, Poller, Readers, ReadLimits, Sink
-from pagestream_streams.protocol import Partition
-from pagestream_streams.protocol.records import chain
+from pagestream_streams.protocol import Partition, chain
 from pagestream_streams.tasks import ByteBudget
 from redis import exceptions
 from support.processes.waiting import LIMIT_S

@@ -302,10 +302,10 @@ class Storm:
             ends = run.index == self.tokens
             digest = f"{run.index:016x}"
             entry = ("e", "", "stop", "1,1,0", digest, "") if ends else ("t", 0, "1", "x", digest, "")
-            values = [request, str(run.epoch), run.nonce, run.index, "", 1, "", *entry]
-            [(kind, *_)] = self.call("append", 60_000, json.dumps(values))
-            if kind != 0:
-                raise AssertionError(f"append answered {kind}")
+            values = [request, str(run.epoch), run.nonce, run.index, "", 1, 0, *entry]
+            others, _ = self.call("append", 60_000, json.dumps([PREFIX, values]), "", "")
+            if others:
+                raise AssertionError(f"append answered {others}")
             self.got_token.add(request)
             run.index += 1
             if ends:

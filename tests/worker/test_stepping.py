@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pagestream_engine import Choice, Engine, EngineConfig, SamplingParams, SequenceOutput
 from pagestream_engine.wire.worker import AbortSequences, AddGroup, StepBegun, StepMarked, Stop, TokenColumns
-from pagestream_worker import EngineThread, core_process
+from pagestream_worker import EngineThread
 from support.engines.arithmetic_model import ArithmeticFacts, ArithmeticRunner, make_folder, undisturbed
 from support.processes.waiting import LIMIT_S, until
 
@@ -22,7 +22,7 @@ ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True)
 class Owner:
     """The event loop's side of a thread."""
 
-    def __init__(self, folder: Path, **options: int) -> None:
+    def __init__(self, folder: Path, add_limit_s: float, **options: int) -> None:
         def make_engine() -> Engine:
             config = EngineConfig.from_options(options)
             return Engine(make_folder(folder), config, make_runner=lambda _, config: ArithmeticRunner(config, FACTS))
@@ -31,7 +31,7 @@ class Owner:
         self.columns: list[tuple[int, int]] = []
         self.begun: list[StepBegun] = []
         self.steps: list[int] = []
-        self.thread = EngineThread(make_engine)
+        self.thread = EngineThread(make_engine, add_limit_s=add_limit_s)
         self.thread.start()
         assert self.thread.loaded.result(LIMIT_S).vocab_size == FACTS.vocab_size
         self.thread.listen(
@@ -64,8 +64,8 @@ class Owner:
 
 
 @asynccontextmanager
-async def running(folder: Path, **options: int) -> AsyncIterator[Owner]:
-    owner = Owner(folder, **options)
+async def running(folder: Path, *, add_limit_s: float = 0.005, **options: int) -> AsyncIterator[Owner]:
+    owner = Owner(folder, add_limit_s, **options)
     yield owner
     owner.thread.submit(Stop())
     await owner.ended()
@@ -121,10 +121,9 @@ async def test_an_aborted_sequence_has_no_further_output(tmp_path: Path) -> None
     assert {output.seq_id for output in owner.outputs[first:]} == {"b"}
 
 
-async def test_many_choices_are_added_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_choices_are_added_between_steps(tmp_path: Path) -> None:
     """128 choices with long lists held up the next step of all others for 80 ms."""
-    monkeypatch.setattr(core_process, "ADD_LIMIT_S", 0.0)
-    async with running(tmp_path) as owner:
+    async with running(tmp_path, add_limit_s=0.0) as owner:
         owner.thread.submit(AddGroup([1], [Choice("a", ENDLESS)]))
         await until(lambda: bool(owner.outputs), "its first token")
         num_before = len(owner.outputs)
@@ -191,7 +190,7 @@ async def test_an_error_that_ends_the_thread_is_the_futures(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    owner = Owner(tmp_path)
+    owner = Owner(tmp_path, 0.005)
     monkeypatch.setattr(Engine, "adding", fail)
     owner.add("a")
     with pytest.raises(kind, match=words):

@@ -109,8 +109,7 @@ FRAGMENTATION_PERIOD_S = 0.5  # between two readings of the fragmentation, which
 
 
 ADD_LIMIT_S = 0.005
-"""Of executing commands before a step, of adding requests, and of replaying outputs: 128 choices with long lists took
-80 ms at once, and 524,288 tokens with stop strings take 7 s."""
+"""128 choices with long lists took 80 ms at once, and 524,288 tokens with stop strings take 7 s."""
 
 
 MARK_LIMIT_S = 0.25  # longest wait of a step for `StepMarked`
@@ -411,6 +410,7 @@ class StepLoop:
         report: gets each report, on this thread.
         profiler: for profiles on demand; None: there are none.
         before_marked_step: called before a step that requests enter or leave, after their mark.
+        add_limit_s: of executing commands before a step, of adding requests, and of replaying outputs.
     """
 
     def __init__(
@@ -421,12 +421,14 @@ class StepLoop:
         *,
         profiler: StepProfiler | None = None,
         before_marked_step: Callable[[], None] = lambda: None,
+        add_limit_s: float = ADD_LIMIT_S,
     ) -> None:
         self._engine = engine
         self._commands = commands
         self._report = report
         self._profiler = profiler
         self._before_marked_step = before_marked_step
+        self._add_limit_s = add_limit_s
         self._adding: deque[tuple[AddGroup, Iterator[None]]] = deque()  # begun, choice by choice
         self._replaying: deque[tuple[AddGroup, Iterator[None]]] = deque()  # with long outputs of earlier runs
         self._members = StepMembers()
@@ -531,7 +533,7 @@ class StepLoop:
         if command is None and is_idle:
             self._is_changed = True  # a heartbeat
             self._engine.check_executor()
-        until = time.monotonic() + ADD_LIMIT_S
+        until = time.monotonic() + self._add_limit_s
         while command is not None:
             if isinstance(command, Stop):
                 return False
@@ -614,9 +616,9 @@ class StepLoop:
         yield from self._engine.adding(request)
 
     def _add_on(self) -> None:
-        """Go on with the groups that are being added, for at most ADD_LIMIT_S of each kind before the next step."""
+        """Go on with the groups that are being added, for at most `add_limit_s` of each kind before the next step."""
         for groups in (self._adding, self._replaying):
-            until = time.monotonic() + ADD_LIMIT_S
+            until = time.monotonic() + self._add_limit_s
             while groups and self._add(*groups[0], until):
                 groups.popleft()
 

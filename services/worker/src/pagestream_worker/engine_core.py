@@ -63,7 +63,15 @@ from pagestream_engine.wire.worker import (
 )
 from pagestream_streams.fault_points import FaultPoint, reach
 
-from pagestream_worker.core_process import STEPS_AHEAD, CommandQueue, StepLoop, StepProfiler, StepsAhead, answer_profile
+from pagestream_worker.core_process import (
+    ADD_LIMIT_S,
+    STEPS_AHEAD,
+    CommandQueue,
+    StepLoop,
+    StepProfiler,
+    StepsAhead,
+    answer_profile,
+)
 
 TakeOutputs = Callable[[Sequence[SequenceOutput], TokenColumns], None]
 PROFILE_LIMIT_S = 5.0
@@ -599,10 +607,14 @@ class EngineThread(threading.Thread):
     Args:
         make_engine: loads the model; `loaded` gets its result or its error.
         profiler: for profiles on demand; None: there are none.
+        add_limit_s: see `StepLoop`.
     """
 
-    def __init__(self, make_engine: Callable[[], Engine], profiler: StepProfiler | None = None) -> None:
+    def __init__(
+        self, make_engine: Callable[[], Engine], profiler: StepProfiler | None = None, add_limit_s: float = ADD_LIMIT_S
+    ) -> None:
         super().__init__(name="engine", daemon=True)
+        self._add_limit_s = add_limit_s
         self.loaded: Future[EngineFacts] = Future()
         self.ended: Future[None] = Future()
         self._make_engine = make_engine
@@ -686,6 +698,7 @@ class EngineThread(threading.Thread):
             self._report,
             profiler=self._profiler,
             before_marked_step=lambda: reach(FaultPoint.PREFILL),
+            add_limit_s=self._add_limit_s,
         )
         try:
             loop.run()

@@ -19,8 +19,10 @@ from pagestream_engine.attention import Backend, CacheShape
 from pagestream_engine.cpu import computes_bfloat16_on_amx, processor_identity, read_cpuinfo
 from pagestream_engine.errors import ConfigError
 from pagestream_engine.layers.linear import native_linears
+from pagestream_engine.models.defaults import read_if_there
 from pagestream_engine.models.folder import model_revision
 from pagestream_engine.models.model import Model, ModelSource
+from pagestream_engine.models.published import quantization_of
 from pagestream_engine.models.tokenizer import has_first_texts
 from pagestream_engine.numerics_versions import NUMERICS
 
@@ -113,6 +115,8 @@ _BY_DECODER = 2
 """Version of `text` since which added tokens pass the decoder (docs/design/tool-calls.md#tokenizing-prompts)."""
 _BY_SORTED_EXPERTS = 2
 """Version of `torch` since which all experts of a layer compute in one call, over tokens sorted by them."""
+_BY_TILES = 2
+"""Version of `native` since which weights of fewer bits are widened to tiles of bfloat16; others compute as before."""
 
 
 def fingerprint(
@@ -143,14 +147,11 @@ def fingerprint(
         num_ranks: of a stage, whose parts of a sum are added up.
         takes_adapters: `AdapterConfig.enable_lora`, without which gates are multiplied where their product ends.
     """
+    unused = _unused(backend, model_dir, has_experts=has_experts, quantization=quantization)
     parts = [
         model_revision(model_dir),
         *_FIRST_VERSIONS.read_text().splitlines(),
-        *(
-            f"{name}={NUMERICS[name]}"
-            for name in sorted(NUMERICS.keys() - _unused(backend, model_dir, has_experts=has_experts))
-            if NUMERICS[name] > 1
-        ),
+        *(f"{name}={NUMERICS[name]}" for name in sorted(NUMERICS.keys() - unused) if NUMERICS[name] > 1),
         *map(_shape, shapes),
         str(max_model_len),
         backend.name,
@@ -168,7 +169,7 @@ def fingerprint(
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _unused(backend: Backend, model_dir: Path, *, has_experts: bool) -> set[str]:
+def _unused(backend: Backend, model_dir: Path, *, has_experts: bool, quantization: str | None) -> set[str]:
     """Return those of NUMERICS whose changes change nothing that an engine gives: no request waits for them."""
     unused = set()
     if backend.store.device.type == "cuda":
@@ -179,7 +180,13 @@ def _unused(backend: Backend, model_dir: Path, *, has_experts: bool) -> set[str]
         unused.add("text")
     if NUMERICS["torch"] == _BY_SORTED_EXPERTS and not has_experts:
         unused.add("torch")
+    if NUMERICS["native"] == _BY_TILES and quantization is None and not _is_quantised(model_dir):
+        unused.add("native")
     return unused
+
+
+def _is_quantised(model_dir: Path) -> bool:
+    return quantization_of(model_dir, read_if_there(model_dir / "config.json")) is not None
 
 
 def _shape(shape: CacheShape) -> str:
