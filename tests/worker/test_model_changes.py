@@ -126,6 +126,8 @@ async def test_an_engine_killed_as_it_changes_its_model_loses_no_request_of_eith
         await eventually_row(stack, serving="demo", active=1)
         other = tasks.create_task(complete(client, "other", LONG))
         await eventually_row(stack, serving="other", is_loading=True)
+        log = stack.engines[0].log
+        await eventually(lambda: "requests are handed back" in log.read_text(), limit_s=LIMIT_S)
         stack.engines[0].kill()
         stack.engines[0].start()
         assert not reading.done(), "the first request ended before the change"
@@ -134,7 +136,6 @@ async def test_an_engine_killed_as_it_changes_its_model_loses_no_request_of_eith
         assert expected(folders["demo"], first.num_entries).startswith(first.text)
         answer = (await other).json()["choices"][0]["text"]
         assert answer == expected(folders["other"], LONG)
-        assert "requests are handed back" in stack.engines[0].log.read_text()
 
 
 async def test_an_engine_sleeps_with_its_weights_and_requests_wake_it(stack: Stack, folders: dict[str, Path]) -> None:
