@@ -34,7 +34,7 @@ SWITCH_S = 0.0002
 HOPS = (
     ("pagestream_engine", "Engine.step", "step"),
     ("pagestream_streams.connection.connection", "Connection.run_each_acknowledged", "append"),
-    ("pagestream_streams.gateway.readers", "OpenReads.of", "wake"),
+    ("pagestream_streams.gateway.readers", "LogRead.offer", "wake"),
 )
 """Where a token's stages end: module, function, name of its times. Each is looked up in its class when it is called."""
 
