@@ -85,7 +85,8 @@ async def test_requests_of_a_killed_engine_go_on_elsewhere(redis_url: str, tmp_p
             await eventually(lambda: first.core.figures.stats.num_generated_tokens > 10 * NUM_REQUESTS)
             kill_engine(first, signal.SIGKILL)
             async with asyncio.timeout(LIMIT_S):
-                with pytest.raises(EngineFailed, match="was ended by SIGKILL"):
+                # A busy machine may show the end of the connection a second before that of the process.
+                with pytest.raises(EngineFailed, match=r"was ended by SIGKILL|closed its connection"):
                     await first.task
         views = [await broker.view(spec.request_id, spec.tenant) for spec in specs]
         assert any(view.next_index > 0 for view in views), "the engine was killed before the first token"

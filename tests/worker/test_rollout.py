@@ -64,7 +64,10 @@ async def test_it_finishes_only_where_no_other_engine_has_its_fingerprint(
                 logs = await asyncio.gather(*readings)
                 async with asyncio.timeout(LIMIT_S):
                     await old.task
-                assert await attempts(broker, [*specs, later]) == [wanted] * len(specs) + [1]
+                assert await attempts(broker, specs) == [wanted] * len(specs)
+                # The old one may have had a claim under way when it was told to end, and hands back what that took.
+                [num_later] = await attempts(broker, [later])
+                assert num_later in {1, 2}
                 await new.end()
     check(logs, LONG)
 
